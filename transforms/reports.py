@@ -10,11 +10,13 @@ from torch import nn
 
 from transforms.inputs.arguments import check_is_module
 from transforms.rewrites import compiled_call, plain_tensors
+from transforms.rewrites.packed import is_packed
 
 __all__ = ["Entry", "NoEffectWarning", "Report", "SlowDtypeWarning", "report"]
 
 _ATTRIBUTE = "_fusedoptim_report"
 _GRAPH = "graph_mode"
+_PACKING = "weights_prepack"
 _LOST = "a copy computes without it: call transforms.optimize(model, graph_mode=True, inplace=True)"
 _NAMES_SHOWN = 4
 _LINES_SHOWN = 3  # of the changes; lines about things left unchanged are all shown
@@ -235,7 +237,7 @@ def report(model: nn.Module) -> Report:
         auto_channels_last                1     0          0 B
             weight in channels_last: 0
         weights_prepack                   1     0          0 B
-            weight packed at the first call: 0
+            weight packed at the first call that is large enough: 0
         fuse                              0     0          0 B
         kept for restore() and state_dict(): 1.03 kB
     """
@@ -261,6 +263,12 @@ def report(model: nn.Module) -> Report:
         ]
         for knob, entries in found.passes.items()
     }
+    if _PACKING in passes:
+        packed = {name for name, module in model.named_modules() if is_packed(module)}
+        passes[_PACKING] = [
+            entry._replace(what="weight packed") if entry.done and entry.where in packed else entry
+            for entry in passes[_PACKING]
+        ]
     if compiled_call.is_lost(model) and _GRAPH in passes:
         done = [entry for entry in passes[_GRAPH] if entry.done]
         passes[_GRAPH] = [entry._replace(what=_LOST, done=False) for entry in done]

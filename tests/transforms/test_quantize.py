@@ -168,12 +168,13 @@ class TestStatic:
         infinite = nn.Linear(4, 4)
         nn.init.constant_(infinite.weight, torch.inf)
         layers = [nn.Linear(4, 4), Own(4, 4), own, parametrized, infinite, nn.Linear(4, 4).double()]
-        model = nn.ModuleList(layers).eval()
+        model = nn.ModuleList([*layers, nn.ConvTranspose1d(4, 4, 1)]).eval()
         ours = transforms.quantize(model, [torch.randn(5, 4)], run=lambda model, x: model[0](x))
         reasons = {entry.where: entry.what for entry in transforms.report(ours).left(KNOB)}
         for name, reason in (
             ("1", "overrides its methods: Own"), ("2", "overrides its methods: Linear"),
             ("3", "a parametrization"), ("4", "infinite or NaN"), ("5", "is torch.float64"),
+            ("6", "is a transposed convolution"),
         ):  # fmt: skip
             assert reason in reasons[name]
 

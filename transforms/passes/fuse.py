@@ -25,7 +25,10 @@ class Fuse(Pass):
     must_pay = True
 
     def run(self, job: Job) -> list[Entry]:
-        """Replace the classes of activations; entries are those that were not replaced before."""
+        """Replace the classes of activations; entries are those that were not replaced before.
+
+        Products before an activation that is a function have an entry too.
+        """
         kinds = activations(job.model)
         names = {module: name for name, module in job.model.named_modules()}
         known = (m for m in names if post_op(m) is not None and not isinstance(m, FusedActivation))
@@ -44,6 +47,9 @@ class Fuse(Pass):
             what = f"applied by {', '.join(fed.get(activation, []))}"
             reason = reason or found.reasons.get(activation)
             entries.append(Entry(names[activation], reason or what, done=reason is None))
+        for feeder, functions in found.functions.items():
+            what = f"is followed by {functions}, a function: only graph mode fuses functions"
+            entries.append(Entry(names[feeder], what, done=False))
         return entries
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:

@@ -51,7 +51,7 @@ class PackWeights(Pass):
                 job.undo.callback(unwatch_all, module)
                 ours = _CLASSES[type(module)]
                 exchanged_class.exchange(module, ours, job.undo, _fusedoptim_pack=Pack())
-            what = "weight packed at the first call"
+            what = "weight packed at the first call that is large enough"
             entries.append(Entry(name, reason or what, done=reason is None))
         return entries
 

@@ -12,7 +12,7 @@ from torch import nn
 from transforms.rewrites import fast_path, geometry
 from transforms.rewrites.int8 import CLASSES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
-from transforms.tracing.modules import has_computed_tensors, plain_kind
+from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, plain_kind
 
 _KINDS: tuple[type[nn.Module], ...] = tuple(CLASSES)
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -31,9 +31,11 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
     """
     kept = _kept(model, keep)
     uncalled = fast_path.uncalled(model)
-    found = {}
+    found: dict[str, str | None] = {}
     for name, module in model.named_modules():
-        if isinstance(module, _KINDS) and not isinstance(module, Int8Module):
+        if isinstance(module, TRANSPOSED):
+            found[name] = "is a transposed convolution: torch has no INT8 operator for it"
+        elif isinstance(module, _KINDS) and not isinstance(module, Int8Module):
             why = kept.get(module) or _objection(module)
             if why is None and module in uncalled:
                 why = fast_path.OBJECTION

@@ -57,6 +57,11 @@ class PackedModule(nn.Module):
         return exchanged_class.plain_copy(self)
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module has packed its weight, and keeps the copy now."""
+    return isinstance(module, PackedModule) and not module._fusedoptim_pack.is_empty
+
+
 def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype of a product in a plain call that may use packed weights; None if it may not.
 

@@ -81,6 +81,11 @@ class Pack:
     def __deepcopy__(self, memo: object) -> Pack:
         return Pack()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no copy now."""
+        return self._copy is None
+
     def of_last_call(
         self, x: Tensor, params: tuple[Tensor, ...], geometry: Geometry | None
     ) -> Packed | None:

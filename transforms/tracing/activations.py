@@ -13,6 +13,10 @@ from transforms.tracing.trace import reads_shape
 
 Kinds = tuple[type[nn.Module], ...]
 
+_FUNCTIONS = {"relu", "relu6", "hardtanh", "leaky_relu", "gelu", "silu", "hardswish"}
+_FUNCTIONS |= {"hardsigmoid", "sigmoid", "tanh"}
+"""The names of torch's functions and methods that are activations, without a trailing "_"."""
+
 
 class Activations(NamedTuple):
     """The activations of a model, and the modules that feed them."""
@@ -21,6 +25,8 @@ class Activations(NamedTuple):
     """For each module, the activation that is the only user of its output."""
     reasons: dict[nn.Module, str]
     """For each activation that follows no module, the reason."""
+    functions: dict[nn.Module, str]
+    """For each module that feeds an activation which is a function, its name."""
 
 
 def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activations:
@@ -29,9 +35,7 @@ def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activati
     An activation may be called in several places, after several modules.
     """
     activations = [m for m in model.modules() if isinstance(m, kinds)]
-    found = Activations({}, {})
-    if not activations:
-        return found
+    found = Activations({}, {}, {})
     calls = Calls(model, kinds)
     objections: dict[nn.Module, str] = {}
     for feeder in calls.of:
@@ -40,6 +44,10 @@ def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activati
         followers = {
             calls.module_of.get(user) for node in calls.of[feeder] for user in _users(node)
         }
+        users = (user for node in calls.of[feeder] for user in _users(node))
+        functions = {describe(user, calls) for user in users if _name(user) in _FUNCTIONS}
+        if functions:
+            found.functions[feeder] = " and ".join(sorted(functions))
         for activation in followers & set(activations):
             assert activation is not None
             reason = _objection(feeder, activation, followers, calls)
@@ -68,6 +76,15 @@ def _objection(
         return reason
     if feeder in calls.doubtful:
         return f"{name}: {calls.doubtful[feeder]}"
+    return None
+
+
+def _name(node: fx.Node) -> str | None:
+    """The name of the function or method that a node calls, without a trailing "_"."""
+    if node.op == "call_method":
+        return str(node.target).removesuffix("_")
+    if node.op == "call_function":
+        return getattr(node.target, "__name__", "").removesuffix("_")
     return None
 
 

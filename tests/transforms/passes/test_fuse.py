@@ -309,3 +309,18 @@ def test_tracing_copies_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     transforms.optimize(model, inplace=True)
     assert transforms.report(model).kept_bytes > 256 * 256 * 9 // 4  # two bits of each
     assert not copied
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(300, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.nn.functional.relu(self.first(x))).sigmoid_()
+
+
+def test_activations_that_are_functions_are_reported() -> None:
+    left = {e.where: e.what for e in transforms.report(fused(Functional())).left(KNOB)}
+    what = "is followed by {}(), a function: only graph mode fuses functions"
+    assert left == {"first": what.format("relu"), "second": what.format("sigmoid_")}

@@ -153,3 +153,15 @@ def test_repeated_call_skips_the_checks(
         repeat(ours, x)
         monkeypatch.delattr(packed, "product_dtype")
         repeat(ours, x)
+
+
+def test_the_report_tells_packed_weights_from_those_that_wait() -> None:
+    module, x = linear()
+    ours = transforms.optimize(nn.Sequential(module, nn.Linear(515, 2)).eval())
+    later = "weight packed at the first call that is large enough"
+    assert [e.what for e in transforms.report(ours).done("weights_prepack")] == [later, later]
+    with torch.no_grad():
+        ours(x)
+    assert [e.what for e in transforms.report(ours).done("weights_prepack")] == [
+        *("weight packed", later)
+    ]
