@@ -149,6 +149,7 @@ def test_finalize() -> None:
         transforms.restore(optimized)
 
 
+@pytest.mark.filterwarnings("ignore:the model was optimized for inference:UserWarning")
 @pytest.mark.parametrize("again", ["optimize", "quantize"])
 def test_a_finalized_model_stays_final(again: str) -> None:
     model = transforms.finalize(transforms.optimize(randomise(Net())))

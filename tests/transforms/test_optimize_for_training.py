@@ -343,6 +343,7 @@ class TestFailures:
         transforms.restore(model)
         assert_same(saved(model), states)
 
+    @pytest.mark.filterwarnings("ignore:the model was optimized for inference:UserWarning")
     def test_model_that_is_optimized_for_inference(self) -> None:
         model, _ = _small()
         optimized = transforms.optimize(model.eval()).train()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,16 @@ class PackedModule(nn.Module):
         """The weights of which the module keeps packed copies."""
         weight = self._parameters.get("weight")
         return () if weight is None else (weight,)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode as torch's module does; warn that training uses no packed weights."""
+        if mode and not self.training:
+            warnings.warn(
+                "the model was optimized for inference, and is set to training mode: call "
+                "transforms.restore(model) before training",
+                stacklevel=2,
+            )
+        return super().train(mode)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """The module that ``torch.jit.script`` compiles instead."""

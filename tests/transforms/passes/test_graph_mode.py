@@ -185,6 +185,7 @@ def test_twice_and_copies() -> None:
         assert again._compiled_call_impl is None
 
 
+@pytest.mark.filterwarnings("ignore:the model was optimized for inference:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by dynamo
 def test_states_and_training() -> None:
     model, other = randomise(Residual()), randomise(Residual())

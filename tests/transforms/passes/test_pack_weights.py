@@ -414,7 +414,11 @@ def test_linears_that_torch_does_not_call(options: dict[str, Any]) -> None:
 
 
 def test_training_needs_a_restored_model() -> None:
-    ours = optimized(linear()[0]).train()
+    ours, x = optimized(linear()[0]), linear()[1]
+    with pytest.warns(UserWarning, match=r"call transforms\.restore\(model\) before training"):
+        ours.train()
+    ours(x).sum().backward()  # without packed weights
+    ours.train()  # no second warning
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"call transforms\.restore\(model\) first"):
         transforms.optimize(ours, optimizer)

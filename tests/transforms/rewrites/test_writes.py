@@ -233,6 +233,7 @@ def test_channels_that_the_norm_switches_off(kind: str, gamma: float) -> None:
     assert_kept(optimized, plain, x)
 
 
+@pytest.mark.filterwarnings("ignore:the model was optimized for inference:UserWarning")
 def test_in_training_mode() -> None:
     """The model raises an error before anything is learned."""
     _, x, optimized = folded()
