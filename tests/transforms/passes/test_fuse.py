@@ -324,3 +324,74 @@ def test_activations_that_are_functions_are_reported() -> None:
     left = {e.where: e.what for e in transforms.report(fused(Functional())).left(KNOB)}
     what = "is followed by {}(), a function: only graph mode fuses functions"
     assert left == {"first": what.format("relu"), "second": what.format("sigmoid_")}
+
+
+def _written(conv: nn.Module, act: nn.Module, x: Tensor) -> Tensor:
+    return act(conv(x).mul_(2))  # type: ignore[no-any-return]
+
+
+def _written_by_a_view(conv: nn.Module, act: nn.Module, x: Tensor) -> Tensor:
+    y = conv(x)
+    y[:, 0] = 5.0
+    return act(y)  # type: ignore[no-any-return]
+
+
+def _written_as_out(conv: nn.Module, act: nn.Module, x: Tensor) -> Tensor:
+    y = conv(x)
+    torch.add(y, 1, out=y)
+    return act(y)  # type: ignore[no-any-return]
+
+
+def _written_afterwards(conv: nn.Module, act: nn.Module, x: Tensor) -> list[Tensor]:
+    y = conv(x)
+    z = act(y)
+    kept = z.clone()
+    y.add_(1)
+    return [z, kept, y]
+
+
+def _view_of_the_product(conv: nn.Module, act: nn.Module, x: Tensor) -> list[Tensor]:
+    y = conv(x)
+    view = y[:, :4]
+    return [act(y), view]
+
+
+def _view_activated(conv: nn.Module, act: nn.Module, x: Tensor) -> list[Tensor]:
+    y = conv(x)
+    return [act(y.transpose(0, 1)), y]
+
+
+def _view_of_the_result(conv: nn.Module, act: nn.Module, x: Tensor) -> Tensor:
+    z = act(conv(x))
+    z[:, :4].add_(1)
+    return z
+
+
+class Writing(nn.Module):
+    """A convolution and an activation, and code that writes into the product, or views it."""
+
+    def __init__(self, code: Callable[..., Any], act: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.act, self.code = nn.Conv2d(8, 8, 3, padding=1), act, code
+
+    def forward(self, x: Tensor) -> Any:
+        return self.code(self.conv, self.act, x)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu in place", "silu"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(_written, _written_by_a_view, _written_as_out, _written_afterwards),
+        *(_view_of_the_product, _view_activated, _view_of_the_result),
+    ],
+)
+def test_writes_into_products_and_views_of_them(code: Callable[..., Any], activation: str) -> None:
+    model = Writing(code, ACTIVATIONS[activation]()).eval()
+    ours = fused(model)
+    is_fused = bool(transforms.report(ours).done(KNOB))
+    assert is_fused == (code is _view_of_the_result)
+    x = torch.randn(2, 8, 9, 11)
+    with torch.no_grad():
+        for _ in range(3):  # the first call packs
+            torch.testing.assert_close(ours(x), model(x))
