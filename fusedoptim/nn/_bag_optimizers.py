@@ -59,7 +59,8 @@ class BagOptimizer(FusedOptimizer):
             self._become_rule()
         # A checkpoint's state may be strided; kernels read no strides.
         for own in self._states():
-            own.update({_SUM: own[_SUM].contiguous()} if _SUM in own else {})
+            if _SUM in own:
+                own[_SUM] = own[_SUM].contiguous()
         for weight in self.halves:
             self.halves.keep(weight, self.halves.trail(weight).contiguous())
         self._note_trails()

@@ -288,7 +288,7 @@ def test_another_thread_may_call_a_model_meanwhile() -> None:
 
     model = randomise(Waits())
     optimized, report = fold(model)
-    assert [type(output) for output in found] == [Tensor]
+    assert {type(output) for output in found} == {Tensor}  # one for each trace
     assert [entry.where for entry in report.done(CONV)] == ["norm"]
     assert_right(optimized, model, images())
 
