@@ -116,7 +116,7 @@ def test_threads_give_the_same_bits(optimizer: str) -> None:
     table = torch.randn(rows, width)
 
     def updated() -> Tensor:
-        bag = torch.nn.EmbeddingBag.from_pretrained(table.clone(), mode="sum")
+        bag = torch.nn.EmbeddingBag.from_pretrained(table.clone(), freeze=False, mode="sum")
         merged = MergedEmbeddingBag([bag], optimizer, lr=0.1)
         merged([indices], [offsets])[0].backward(grad)
         return merged[0].weight.detach()
