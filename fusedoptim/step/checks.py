@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import operator
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -33,6 +34,7 @@ from fusedoptim.step.tensors import (
 OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 """Options of a group that choose an implementation of the step."""
 _AVERAGING = "torch.distributed.optim.post_localSGD_optimizer"
+_globals_of = operator.attrgetter("f_globals")
 _KINDS = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
 """Kinds of optimizer, by a hyper-parameter that no other kind has."""
 
@@ -266,14 +268,13 @@ def check_not_averaged(optimizer: str) -> None:
 
     Nothing that it does is visible in the optimizer that it wraps, except that it calls ``step()``.
     """
-    frame = inspect.currentframe() if _AVERAGING in sys.modules else None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _AVERAGING:
-            raise RuntimeError(
-                f"{optimizer}: PostLocalSGDOptimizer would average only the upper halves of split "
-                "parameters; pass it an optimizer of float32 parameters, without split"
-            )
-        frame = frame.f_back
+    frames = map(operator.itemgetter(0), traceback.walk_stack(None))
+    callers = map(operator.methodcaller("get", "__name__"), map(_globals_of, frames))
+    if _AVERAGING in sys.modules and _AVERAGING in callers:
+        raise RuntimeError(
+            f"{optimizer}: PostLocalSGDOptimizer would average only the upper halves of split "
+            "parameters; pass it an optimizer of float32 parameters, without split"
+        )
 
 
 def check_state_shape(
