@@ -82,6 +82,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
     merged = {
         p for m in model.modules() if isinstance(m, MergedEmbeddingBag) for p in m.parameters()
     }
+    nested = _given_nested_tensors(model)
     chosen: list[Tensor] = []
     entries: list[Entry] = []
     for param, users in uses.items():
@@ -93,6 +94,11 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
             reason: str | None = "the optimizer does not update it"
         elif param in merged:  # it calls no hook of the bag, and may update the weight itself
             reason = "a MergedEmbeddingBag uses it"
+        elif any(use.module in nested for use in users):
+            reason = (
+                "a TransformerEncoder calls its attention with nested tensors, which autocast does "
+                "not cast: construct it with enable_nested_tensor=False"
+            )
         else:
             reason = _objection(param, users, shared)
         if reason is None:
@@ -150,6 +156,12 @@ def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
         for name, param in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
             uses.setdefault(param, []).append(_Use(user, name))
     return uses
+
+
+def _given_nested_tensors(model: nn.Module) -> set[nn.Module]:
+    """The attentions that get nested tensors in evaluation, if there is a padding mask."""
+    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
+    return {layer.self_attn for m in encoders if m.use_nested_tensor for layer in m.layers}
 
 
 def _sharing_memory(params: list[Tensor]) -> set[Tensor]:

@@ -339,6 +339,24 @@ class TestForward:
             assert torch.equal(ours.grad.float(), theirs.grad)
         assert_same(dict(transforms.restore(split, optimizer)[0].state_dict()), module.state_dict())
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    @pytest.mark.parametrize("is_nested", [True, False])
+    def test_attention_with_nested_tensors(self, is_nested: bool) -> None:
+        """TransformerEncoder makes them in evaluation with a padding mask."""
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model: Any = nn.TransformerEncoder(layer, 1, enable_nested_tensor=is_nested)
+        x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False] * 3])
+        split, _ = transforms.optimize(
+            model, torch.optim.SGD(model.parameters()), dtype=torch.bfloat16
+        )
+        attention = split.layers[0].self_attn
+        weights = (attention.in_proj_weight, attention.out_proj.weight)
+        assert {w.dtype for w in weights} == {torch.float32 if is_nested else torch.bfloat16}
+        assert split.layers[0].linear1.weight.dtype == torch.bfloat16
+        split.eval()
+        with torch.no_grad(), AUTOCAST:
+            assert split(x, src_key_padding_mask=padding)[1].isfinite().all()
+
     def test_attention_that_may_use_its_weights_otherwise(self) -> None:
         class Own(nn.MultiheadAttention):
             def forward(self, x: Tensor) -> Tensor:
