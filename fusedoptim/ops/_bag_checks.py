@@ -54,9 +54,19 @@ def check_batch(
     _check_samples(weights, indices, samples, means)
 
 
-def as_tensors(what: str, given: Any) -> list[Tensor]:
-    """A list of the given tensors; TypeError for anything else."""
-    if not isinstance(given, (list, tuple)) and not isinstance(given, Iterable):
+def as_lists(
+    indices: Any, offsets: Any, samples: Any
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Lists of the given tensors; TypeError for anything else."""
+    return (
+        _as_list("indices", indices),
+        _as_list("offsets", offsets),
+        _as_list("per_sample_weights", samples),
+    )
+
+
+def _as_list(what: str, given: Any) -> list[Tensor]:
+    if not isinstance(given, Iterable):
         raise TypeError(
             f"embedding_bags: {what} are of type {type(given).__name__}; pass a list of tensors"
         )

@@ -146,29 +146,27 @@ def _alpha_direct(_: Any, x: Tensor, seed: Tensor, p: float, is_shifted: bool) -
     return _alpha_drop(x, seed, p, is_shifted)
 
 
-def _like(x: Tensor, seed: Tensor, p: float, prefix: str = "") -> Tensor:
+def _like(x: Tensor, seed: Tensor, p: float, name: str = "dropout") -> Tensor:
     """The output, uninitialized; raise if the operator does not accept these arguments."""
     if x.dtype not in VARIANT_OF:
         raise TypeError(
-            f"{prefix}dropout: x has dtype {x.dtype}, and kernels compute with {DTYPE_NAMES}; "
-            f"convert it, or use torch.nn.functional.{prefix}dropout"
+            f"{name}: x has dtype {x.dtype}, and kernels compute with {DTYPE_NAMES}; "
+            f"convert it, or use torch.nn.functional.{name}"
         )
     if not 0 <= p <= 1:
-        raise ValueError(
-            f"{prefix}dropout: p={p!r} is not a probability; pass a number from 0 to 1"
-        )
+        raise ValueError(f"{name}: p={p!r} is not a probability; pass a number from 0 to 1")
     if seed.dtype != torch.int64:
-        raise TypeError(f"{prefix}dropout: seed has dtype {seed.dtype}; pass an int64 tensor")
+        raise TypeError(f"{name}: seed has dtype {seed.dtype}; pass an int64 tensor")
     if seed.numel() != 1 or seed.device != x.device:
         raise ValueError(
-            f"{prefix}dropout: seed has shape {tuple(seed.shape)} and is on {seed.device}; pass "
+            f"{name}: seed has shape {tuple(seed.shape)} and is on {seed.device}; pass "
             f"one element on x's device, {x.device}"
         )
     return torch.empty_like(x)
 
 
 def _alpha_like(x: Tensor, seed: Tensor, p: float, is_shifted: bool) -> Tensor:
-    return _like(x, seed, p, "alpha_")
+    return _like(x, seed, p, "alpha_dropout")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -25,7 +25,7 @@ from fusedoptim.ops._bag_batch import (
     cut_of,
 )
 from fusedoptim.ops._bag_checks import (
-    as_tensors,
+    as_lists,
     check_batch,
     check_options,
     check_values,
@@ -143,11 +143,7 @@ def bags_of_tables(
         sparse: whether the gradients of the tables are sparse.
     """
     result: list[Tensor] = _embedding_bags(
-        weights,
-        as_tensors("indices", indices),
-        as_tensors("offsets", offsets),
-        as_tensors("per_sample_weights", samples),
-        *(means, paddings, last, sparse),
+        weights, *as_lists(indices, offsets, samples), means, paddings, last, sparse
     )
     return result
 

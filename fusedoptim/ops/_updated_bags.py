@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedoptim._torch_private import BelowAutograd, increment_version
 from fusedoptim.ops._bag_batch import Batch
-from fusedoptim.ops._bag_checks import as_tensors
+from fusedoptim.ops._bag_checks import as_lists
 from fusedoptim.ops._bag_gradients import sample_gradients
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._embedding_bags import (
@@ -243,11 +243,7 @@ def updated_embedding_bags(
         last: whether offsets include where the last bag ends.
         rule: the number of the rule that updates the tables (:func:`numbered`).
     """
-    bags = (
-        as_tensors("indices", indices),
-        as_tensors("offsets", offsets),
-        as_tensors("per_sample_weights", samples),
-    )
+    bags = as_lists(indices, offsets, samples)
     result: list[Tensor] = _updated_bags(
         anchor, weights, sums, trails, *bags, means, paddings, last, rule
     )

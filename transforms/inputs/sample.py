@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.utils import _pytree
 _OTHER_FORM = "the output for sample_input changed its shape or dtype"
 _MOST_OTHER_INTEGERS = 0.01
 """The share of the integers in an output that rounding may change."""
-_LEAST_PASSES, _MOST_PASSES, _ENOUGH_SECONDS = 2, 10, 0.5
+_MOST_TURNS = 10
+_LEAST_PASSES, _ENOUGH_SECONDS = 2, 0.5
 
 
 def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None) -> None:
@@ -66,15 +67,27 @@ def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
 
 def seconds(call: Callable[[], object]) -> float:
     """The time in seconds of the fastest of several forward passes; the first may pack weights."""
-    times: list[float] = []
     with torch.no_grad():
-        while len(times) < _LEAST_PASSES or (
-            len(times) < _MOST_PASSES and sum(times) < _ENOUGH_SECONDS
-        ):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return min(times)
+        (fastest,) = shortest_times([call], _LEAST_PASSES, _ENOUGH_SECONDS)
+    return fastest
+
+
+def shortest_times(
+    calls: Sequence[Callable[[], object]], least_turns: int, enough_seconds: float
+) -> list[float]:
+    """The time in seconds of the fastest of several calls of each function; they take turns."""
+    turns: list[list[float]] = []
+    while len(turns) < least_turns or (
+        len(turns) < _MOST_TURNS and sum(map(sum, turns)) < enough_seconds
+    ):
+        turns.append([_time(call) for call in calls])
+    return [min(times) for times in zip(*turns)]
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 class Comparison:
@@ -157,18 +170,17 @@ def _tensors(output: object, seen: set[int]) -> Iterator[Tensor]:
             yield output
     elif isinstance(output, ModuleType) or callable(output) or id(output) in seen:
         return  # code, such as the model itself, or the end of a cycle
-    elif isinstance(output, Mapping):
-        seen.add(id(output))
-        for value in output.values():
-            yield from _tensors(value, seen)
-    elif isinstance(output, list | tuple):
-        seen.add(id(output))
-        for value in output:
-            yield from _tensors(value, seen)
     else:
         seen.add(id(output))
-        for value in _attributes(output):
+        for value in _contents(output):
             yield from _tensors(value, seen)
+
+
+def _contents(output: object) -> Iterable[object]:
+    """What a container holds, or the attributes of any other object."""
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, list | tuple) else _attributes(output)
 
 
 def _attributes(output: object) -> Iterator[object]:

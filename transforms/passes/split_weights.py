@@ -147,7 +147,7 @@ def _uses(model: nn.Module) -> dict[Tensor, list[_Use]]:
     """The modules that use each parameter of the model."""
     uses: dict[Tensor, list[_Use]] = {}
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    # It computes with the weight of its last Linear, which is not called.
+    # An attention computes with the weight of its out_proj, which is not called.
     attentions: dict[nn.Module, nn.Module] = {
         m.out_proj: m for m in modules.values() if isinstance(m, nn.MultiheadAttention)
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -10,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from transforms.inputs.sample import shortest_times
 from transforms.quantization.ranges import Observer
 from transforms.quantization.samples import Run, finding, run_all
 from transforms.rewrites.int8 import Int8, Range
 
 Layers = Mapping[str, nn.Module]
 """The modules that may compute in INT8, by name."""
-_LEAST_TURNS, _MOST_TURNS, _ENOUGH_SECONDS = 3, 10, 0.02
+_LEAST_TURNS, _ENOUGH_SECONDS = 3, 0.02
 
 
 class Times(NamedTuple):
@@ -94,11 +94,7 @@ def errors(
         before = sums.get(name, (0.0, 0.0))
         sums[name] = before[0] + difference**2, before[1] + norm**2
 
-    with ExitStack() as hooks, torch.no_grad():
-        for name, layer in layers.items():
-            hooks.callback(_after(layer, name, compare).remove)
-        for batch in batches:
-            run(model, batch)
+    _run_watched(model, layers, compare, batches, run)
     return {name: _ratio(*both) ** 0.5 for name, both in sums.items()}
 
 
@@ -124,26 +120,28 @@ def times(
         before = sums.get(name, Times(0.0, 0.0))
         sums[name] = Times(before.int8 + found.int8, before.plain + found.plain)
 
-    with ExitStack() as hooks, torch.no_grad():
-        for name, layer in layers.items():
-            hooks.callback(_after(layer, name, measure).remove)
-        for batch in batches:
-            run(model, batch)
+    _run_watched(model, layers, measure, batches, run)
     return sums
 
 
 def fastest(int8: Callable[[], object], plain: Callable[[], object]) -> Times:
     """The times of the fastest of several calls of each; the two take turns."""
-    found: list[Times] = []
-    while len(found) < _LEAST_TURNS or (
-        len(found) < _MOST_TURNS and sum(map(sum, found)) < _ENOUGH_SECONDS
-    ):
-        start = time.perf_counter()
-        int8()
-        between = time.perf_counter()
-        plain()
-        found.append(Times(between - start, time.perf_counter() - between))
-    return Times(*map(min, zip(*found)))
+    return Times(*shortest_times([int8, plain], _LEAST_TURNS, _ENOUGH_SECONDS))
+
+
+def _run_watched(
+    model: nn.Module,
+    layers: Layers,
+    see: Callable[[nn.Module, str, Any, Any], None],
+    batches: Sequence[Any],
+    run: Run,
+) -> None:
+    """Run the model on the batches, and let a function see the calls of each layer."""
+    with ExitStack() as hooks, torch.no_grad():
+        for name, layer in layers.items():
+            hooks.callback(_after(layer, name, see).remove)
+        for batch in batches:
+            run(model, batch)
 
 
 def _after(layer: nn.Module, name: str, see: Callable[[nn.Module, str, Any, Any], None]) -> Any:

@@ -93,7 +93,7 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             if tracing_state() is not None:  # torch.jit.trace refuses what torch.compile made
-                return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # as above
+                return called(*args, **kwargs)
             hooks.look()
         return compiled(*args, **kwargs)
 

@@ -36,15 +36,15 @@ def find_activations(model: nn.Module, feeders: Kinds, kinds: Kinds) -> Activati
     """
     activations = [m for m in model.modules() if isinstance(m, kinds)]
     found = Activations({}, {}, {})
+    if not activations and not any(isinstance(m, feeders) for m in model.modules()):
+        return found  # without tracing, which takes time
     calls = Calls(model, kinds)
     objections: dict[nn.Module, str] = {}
     for feeder in calls.of:
         if not isinstance(feeder, feeders):
             continue
-        followers = {
-            calls.module_of.get(user) for node in calls.of[feeder] for user in _users(node)
-        }
-        users = (user for node in calls.of[feeder] for user in _users(node))
+        users = [user for node in calls.of[feeder] for user in _users(node)]
+        followers = {calls.module_of.get(user) for user in users}
         functions = {describe(user, calls) for user in users if _name(user) in _FUNCTIONS}
         if functions:
             found.functions[feeder] = " and ".join(sorted(functions))
