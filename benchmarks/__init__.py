@@ -1,1 +1,1 @@
-"""Benchmarks of fusedoptim against torch: docs/benchmarks.md has results and how to run them."""
+"""Benchmarks of fusedoptim against torch: docs/benchmarks/ has results and how to run them."""

@@ -23,7 +23,7 @@ BASE = "torch fused SGD"
 TRAFFIC = "pure traffic"
 
 # Seconds for each workload. While another job uses a core, torch's steps become much slower,
-# because torch's threads spin at a barrier for each tensor (docs/benchmarks.md).
+# because torch's threads spin at a barrier for each tensor (docs/benchmarks/README.md).
 _TIME_LIMIT = 100
 
 
