@@ -125,7 +125,9 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("index", ["docs/README.md", "docs/design/README.md", "docs/benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "index", ["docs/README.md", "docs/design/README.md", "docs/benchmarks/README.md"]
+)
 def test_every_page_is_in_its_index(index: str) -> None:
     path = ROOT / index
     linked = {(path.parent / str(t.attrs["href"])).resolve() for t in inlines(path) if t.attrs}

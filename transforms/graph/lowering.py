@@ -13,6 +13,7 @@ from transforms.graph.batch_norms import fold_batch_norms
 from transforms.graph.bounds import CLAMPS, compare
 from transforms.graph.constants import constant_nodes, with_placeholders, worth_keeping
 from transforms.graph.in_place import overwrite
+from transforms.graph.lookups import simplify_lookups
 from transforms.graph.operators import is_tensor, is_writing, value
 from transforms.graph.products import (
     Product,
@@ -24,7 +25,7 @@ from transforms.graph.products import (
     same_strides,
 )
 from transforms.graph.recording import Layouts
-from transforms.graph.simplify import drop_dropouts, purify, shorten
+from transforms.graph.simplify import drop_casts, drop_dropouts, purify, shorten
 from transforms.rewrites.post_ops import NO_OP, PostOp
 
 
@@ -45,6 +46,8 @@ class Counts(NamedTuple):
     """Constants that are kept, packed weights among them."""
     attentions: int = 0
     """Attention in 16 bits that became products."""
+    lookups: int = 0
+    """Lookups that became simpler ones."""
 
 
 class Lowered(NamedTuple):
@@ -82,6 +85,7 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
     drop_dropouts(copy)
+    drop_casts(copy)
     purify(copy)
     placeholders = [node for node in copy.nodes if node.op == "placeholder"]
     constants = constant_nodes(copy, [placeholders[i] for i in sources])
@@ -119,6 +123,7 @@ def lowered(
             packing.pack(current)
 
     attentions = split_attention(graph) if packs else 0
+    lookups = simplify_lookups(graph, constants) if packs else 0
 
     def steady(node: Node, target: Node) -> bool:
         if layouts is not None:
@@ -129,7 +134,7 @@ def lowered(
     kept = worth_keeping(graph, constants)
     result = with_placeholders(graph, kept)
     shorten(result)
-    counts = Counts(given.folded, *packing.counts, in_place, len(kept), attentions)
+    counts = Counts(given.folded, *packing.counts, in_place, len(kept), attentions, lookups)
     return Lowered(result, kept, graph, counts)
 
 

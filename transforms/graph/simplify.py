@@ -48,6 +48,29 @@ def drop_dropouts(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+_CASTS = {
+    "to": None,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+}
+"""Methods that convert to a dtype, which is the argument of ``to``."""
+
+
+def drop_casts(graph: Graph) -> None:
+    """Remove conversions of tensors to the dtype that they have, which return them unchanged."""
+    for node in list(graph.nodes):
+        if node.op != "call_method" or node.target not in _CASTS or node.kwargs:
+            continue
+        tensor, *given = node.args
+        dtype = _CASTS[node.target]
+        wanted = given if dtype is None else [dtype, *given]
+        if isinstance(tensor, Node) and is_tensor(tensor) and wanted == [value(tensor).dtype]:
+            node.replace_all_uses_with(tensor)
+            graph.erase_node(node)
+
+
 def purify(graph: Graph) -> None:
     """Replace in-place functions by pure ones where nothing else can see the overwritten value.
 

@@ -131,7 +131,7 @@ def _summary(plans: Sequence[Plan]) -> str:
     totals = [sum(column) for column in zip(*(each.counts for each in plans))]
     names = (
         *("BatchNorms folded", "products packed", "activations fused", "additions fused"),
-        *("results in place", "constants kept", "attentions as products"),
+        *("results in place", "constants kept", "attentions as products", "lookups simplified"),
     )
     parts = [f"{name}: {total}" for total, name in zip(totals, names) if total]
     graphs = "1 graph" if len(plans) == 1 else f"{len(plans)} graphs"
