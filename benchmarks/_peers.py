@@ -1,9 +1,19 @@
-"""Optimizers that torch.optim lacks, written as a user of torch would write them."""
+"""Optimizers that torch.optim lacks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def ipex_lamb(params: list[Tensor], **options: Any) -> Any:
+    """IPEX's Lamb, with the fused step that ``ipex.optimize`` gives it."""
+    from intel_extension_for_pytorch.optim._lamb import Lamb
+    from intel_extension_for_pytorch.optim._optimizer_utils import optimizer_fusion
+
+    return optimizer_fusion(Lamb(params, **options), "cpu", True)
 
 
 class ForeachLamb:

@@ -261,24 +261,32 @@ def _run_and_time(
 ) -> tuple[dict[str, Sequence[Entry]], float]:
     """Run passes; undo all if they do not pay together and the call asks for none by name.
 
+    If other load has slowed the machine meanwhile, they have a second chance.
+
     Returns:
         their entries, and the time of the resulting model.
     """
     names = " and ".join(each.knob for each in passes)
-    before = times[f"before {names}"] = _seconds(job)
-    undo = job.undo.enter_context(ExitStack())
-    done = {
-        each.knob: _run_one(each, job._replace(undo=undo), comparison, errors) for each in passes
-    }
-    if not any(entry.done for entries in done.values() for entry in entries):
-        return done, before
-    after = times[f"with {names}"] = _seconds(job)
-    if after < before or any(each.knob in job.options.explicit for each in passes):
-        return done, after
-    undo.close()
-    for each in passes:
-        errors.pop(each.knob, None)
-    why = f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+    before = _seconds(job)
+    for _ in range(2):
+        times[f"before {names}"] = before
+        undo = job.undo.enter_context(ExitStack())
+        done = {
+            each.knob: _run_one(each, job._replace(undo=undo), comparison, errors)
+            for each in passes
+        }
+        if not any(entry.done for entries in done.values() for entry in entries):
+            return done, before
+        after = times[f"with {names}"] = _seconds(job)
+        if after < before or any(each.knob in job.options.explicit for each in passes):
+            return done, after
+        why = f"not faster on the sample: {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
+        undo.close()
+        for each in passes:
+            errors.pop(each.knob, None)
+        before = _seconds(job)
+        if before <= after:
+            break
     return {knob: _undone(entries, why) for knob, entries in done.items()}, before
 
 

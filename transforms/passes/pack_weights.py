@@ -94,13 +94,7 @@ def _objection(module: nn.Module) -> str | None:
         return "is too short: copying oneDNN's result costs what packing gains"
     if getattr(module, "proj_size", 0):
         return "has projections (proj_size), which oneDNN's operator lacks"
-    if geometry.may_crash(module):
-        return geometry.OBJECTION
-    if isinstance(getattr(module, "padding", None), str):
-        return f"has padding={module.padding!r}"
-    if getattr(module, "padding_mode", "zeros") != "zeros":
-        return f"has padding_mode={module.padding_mode!r}"
-    return None
+    return geometry.objection(module)
 
 
 def _is_short(weight: Tensor) -> bool:

@@ -81,10 +81,4 @@ def _objection(module: Any) -> str | None:
         return "has weights that are infinite or NaN"
     if module.bias is not None and module.bias.shape != weight.shape[:1]:
         return f"has a bias of shape {tuple(module.bias.shape)}, not one for each output"
-    if geometry.may_crash(module):
-        return geometry.OBJECTION
-    if isinstance(getattr(module, "padding", None), str):
-        return f"has padding={module.padding!r}: give it as numbers"
-    if getattr(module, "padding_mode", "zeros") != "zeros":
-        return f"has padding_mode={module.padding_mode!r}"
-    return None
+    return geometry.objection(module)

@@ -39,6 +39,17 @@ def may_crash(module: Any) -> bool:
     return may_see_only_padding(*(n if isinstance(n, int) else n[-1] for n in given))
 
 
+def objection(module: Any) -> str | None:
+    """Why oneDNN's operators do not compute a module as torch does, if its padding is why."""
+    if may_crash(module):
+        return OBJECTION
+    if isinstance(getattr(module, "padding", None), str):
+        return f"has padding={module.padding!r}: give it as numbers"
+    if getattr(module, "padding_mode", "zeros") != "zeros":
+        return f"has padding_mode={module.padding_mode!r}"
+    return None
+
+
 def may_see_only_padding(taps: int, stride: int, padding: int, dilation: int) -> bool:
     """Whether oneDNN may crash, given the numbers of the last dimension.
 
