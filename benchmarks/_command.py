@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from benchmarks import _output
 from benchmarks._harness import Report
 from benchmarks._output import Table
+from fusedoptim.runtime import release_memory
 
 Measure = Callable[[int | None], Report | Table]
 """Takes the number of rounds; None means as many as the workload needs."""
@@ -36,6 +37,7 @@ def run(name: str, description: str | None, workloads: Mapping[str, Measure]) ->
         if workload not in (args.workload or workloads):
             continue
         gc.collect()  # the previous workload's optimizers
+        release_memory()  # if that workload kept it: those of all would not fit into 24 GiB
         result = measure(args.rounds)
         if isinstance(result, Report):
             _output.print_report(result)
