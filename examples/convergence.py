@@ -1,6 +1,7 @@
 """Trains with fused and with torch's optimizers, and shows how bfloat16 stalls without SplitSGD.
 
-Run ``python examples/convergence.py``; it takes about a minute. docs/benchmarks/convergence.md has the results.
+Run ``python examples/convergence.py``; it takes about a minute. docs/benchmarks/convergence.md has
+the results.
 
 Each fused optimizer is compared with its torch counterpart. Both train from the same weights on the
 same batches:

@@ -1,6 +1,7 @@
 """Trains with AdamW's moments in float32, in bfloat16 and in 8 bits, and compares the last losses.
 
-Run ``python examples/state_dtype.py``; it takes some minutes. docs/benchmarks/convergence.md has the results.
+Run ``python examples/state_dtype.py``; it takes some minutes. docs/benchmarks/convergence.md has
+the results.
 
 Three networks train from five seeds each, with the same weights and batches for each state_dtype:
 one on handwritten digits, a small convolutional one on the same digits, and a small GPT on the help

@@ -92,8 +92,8 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of torch.optim.Optimizer without its decorator, while nothing can be traced.
 
     The decorator imports torch._dynamo to tell it not to trace the method. The import takes longer
-    than the first step of a process (docs/benchmarks/steps.md). As long as nothing else has imported
-    torch._dynamo, nothing can trace, and the decorator is not needed.
+    than the first step of a process (docs/benchmarks/steps.md). As long as nothing else has
+    imported torch._dynamo, nothing can trace, and the decorator is not needed.
     """
     untraced = _UNTRACED.get(getattr(method, "__func__", None))
     if untraced is None or "torch._dynamo" in sys.modules:
