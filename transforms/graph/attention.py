@@ -66,9 +66,7 @@ def _split(graph: Graph, node: Node) -> bool:
         return False
     with graph.inserting_before(node):
         result = graph.call_function(attention, (*inputs, scale))
-    result.meta["example_value"] = value(node)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    operators.replace(node, result)
     return True
 
 

@@ -81,7 +81,7 @@ def _simplify_bag(graph: Graph, node: Node) -> bool:
     with graph.inserting_before(node):
         flat = _before_unsqueeze(indices) or graph.call_method("flatten", (indices,))
         result = graph.call_function(bags_of_one, (weight, flat))
-    _replace(graph, node, result)
+    operators.replace(node, result)
     return True
 
 
@@ -113,11 +113,5 @@ def _simplify_index(graph: Graph, node: Node, constants: set[Node]) -> bool:
         result = graph.call_function(elements, (matrices, where))
     where.meta["example_value"] = value(rows)
     constants.add(where)
-    _replace(graph, node, result)
+    operators.replace(node, result)
     return True
-
-
-def _replace(graph: Graph, node: Node, result: Node) -> None:
-    result.meta["example_value"] = value(node)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)

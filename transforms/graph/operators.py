@@ -201,6 +201,13 @@ def value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
+def replace(node: Node, result: Node) -> None:
+    """Use another node, with the same value during capture, wherever a node is used; erase it."""
+    result.meta["example_value"] = value(node)
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+
+
 def is_tensor(node: Any) -> bool:
     """Whether a node returns one tensor."""
     return isinstance(value(node), Tensor)
