@@ -41,6 +41,7 @@ def inference(
     rounds: int | None,
 ) -> Report:
     """Time a forward pass in float32, plain and optimized, and in INT8."""
+    runtime.keep_memory()
     torch.manual_seed(0)
     model, sample = make().eval(), inputs(batch)
     ways = {
@@ -73,7 +74,6 @@ def inference(
 
 
 if __name__ == "__main__":
-    runtime.keep_memory()
     workloads = {
         f"{name}-{batch}": functools.partial(inference, make, inputs, batch)
         for name, make, inputs, batches in (
