@@ -1,4 +1,4 @@
-"""Optimizers that torch.optim lacks."""
+"""Optimizers that torch.optim lacks, alone or with bfloat16 weights."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from benchmarks import _alternating, _output
 from benchmarks._alternating import Contender
 from benchmarks._shapes import MODELS
 from benchmarks._workloads import MOMENTUM
+from benchmarks.lamb import WEIGHT_DECAY
 
-DECAY = {"weight_decay": 0.01}
+DECAY = {"weight_decay": WEIGHT_DECAY}
 CONTENDERS = {
     "torch fused SGD": Contender("torch.optim:SGD", {"momentum": MOMENTUM, "fused": True}),
     "FusedLamb": Contender("fusedoptim:FusedLamb", DECAY),

@@ -40,7 +40,7 @@ def may_crash(module: Any) -> bool:
 
 
 def objection(module: Any) -> str | None:
-    """Why oneDNN's operators do not compute a module as torch does, if its padding is why."""
+    """Why oneDNN's operators cannot compute a module with its padding; None if they can."""
     if may_crash(module):
         return OBJECTION
     if isinstance(getattr(module, "padding", None), str):

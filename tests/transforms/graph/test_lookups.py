@@ -1,4 +1,4 @@
-"""Simpler lookups give the same bits, and the same errors; other lookups stay torch's."""
+"""Simpler lookups give the same values, and the same errors; other lookups stay torch's."""
 
 from __future__ import annotations
 
@@ -116,6 +116,63 @@ def test_a_missing_row_is_torchs_error(index: int) -> None:
     assert str(actual.value) == str(expected.value)
 
 
+def test_a_large_result_and_an_unused_bag_are_left_to_torch() -> None:
+    model = Bags()
+    model.table = nn.EmbeddingBag(50, 129, mode="sum")
+    check(model, torch.randint(50, (300, 1)))
+
+    class Unused(nn.Module):
+        def forward(self, indices: Tensor) -> Tensor:
+            model.table(indices)
+            return indices + 1
+
+    run = Compiled(Unused())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Index 0 of input takes value 77"):
+        run(torch.tensor([[77]]))
+
+
+@pytest.mark.parametrize("table", [torch.randn(0, 7), torch.randn(50, 7).to(torch.float8_e5m2)])
+def test_odd_tables_stay_torchs(table: Tensor) -> None:
+    class Model(nn.Module):
+        def forward(self, indices: Tensor) -> Tensor:
+            return embedding_bag(indices, table, mode="sum")
+
+    run = Compiled(Model())
+    with torch.no_grad(), pytest.raises(RuntimeError) as expected:
+        Model()(torch.tensor([[3], [4]]))
+    with torch.no_grad(), pytest.raises(RuntimeError) as actual:
+        run(torch.tensor([[3], [4]]))
+    assert str(expected.value) in str(actual.value)
+
+
+@pytest.mark.parametrize("change", ["t_", "transpose_", "unsqueeze_"])
+def test_shapes_that_change_after_a_lookup(change: str) -> None:
+    """The capture knows the last shape of a value only."""
+    arguments = {"t_": (), "transpose_": (0, 1), "unsqueeze_": (0,)}[change]
+    model = Bags()
+
+    class Model(nn.Module):
+        def forward(self, indices: Tensor) -> Tensor:
+            own = indices.clone()
+            result = model(own)
+            getattr(own, change)(*arguments)
+            return result
+
+    check(Model(), torch.tensor([[1, 2, 3]]), count=0)
+
+
+def test_flattening_copies_nothing() -> None:
+    """With another layout, the few elements are indexed."""
+    model, wide = tril(2), torch.randn(64, 500, 500)
+    run = Compiled(model)
+    with torch.no_grad():
+        for x in (wide.transpose(1, 2), wide[:, :, :400], wide):
+            assert torch.equal(run(x), model(x))
+            with torch.profiler.profile(profile_memory=True) as profile:
+                run(x)
+            assert max(event.cpu_memory_usage for event in profile.events()) < 1 << 16
+
+
 @pytest.mark.parametrize("batch", [0, 1, 5])
 @pytest.mark.parametrize("size", [2, 27])
 def test_elements_at_constant_places(size: int, batch: int) -> None:
@@ -137,6 +194,7 @@ def test_places_outside_raise(row: int, column: int) -> None:
         with pytest.raises(IndexError) as actual:
             Compiled(model)(x)
     assert str(actual.value) == str(expected.value)
+    check(model, x[:0])  # torch does not look at the places of no matrices
 
 
 def test_changed_places() -> None:
