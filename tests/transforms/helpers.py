@@ -89,6 +89,13 @@ def tensors(output: Any) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
 
 
+def operators_called(call: Callable[[], object]) -> set[str]:
+    """The names of torch's operators that a call uses, such as ``aten::mm``."""
+    with torch.profiler.profile() as profile:
+        call()
+    return {event.key for event in profile.key_averages()}
+
+
 def exactly(
     plain: nn.Module, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> Exact:

@@ -24,8 +24,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_LOOKED_UP = 1 << 15
 """Elements beyond which ``embedding_bag``, which writes its result once, is faster."""
 _CHANGE_SHAPES = (
-    *("resize_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"),
-    "as_strided_",
+    *("as_strided_", "resize_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"),
+    "unsqueeze_",
 )
 """Methods after which the shape of a value during capture is not that of its earlier uses."""
 

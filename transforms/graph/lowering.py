@@ -193,12 +193,11 @@ class _Packing:
             else:
                 target, args = given.call_and_add(x, other, weight, bias, applied or NO_OP)
             result = self._graph.call_function(target, args)
-        result.meta["example_value"] = value(last)
         result.meta[_BEFORE] = tuple(node.name for node in done)
         self._activations += applied is not None
         self._additions += other is not None
-        last.replace_all_uses_with(result)
-        for node in reversed(done):
+        operators.replace(last, result)
+        for node in reversed(done[:-1]):
             self._graph.erase_node(node)
 
     def _operands(self, given: Product, shape: Sequence[int]) -> tuple[Any, Node, Any]:
