@@ -28,6 +28,7 @@ _HELPERS = (
     "fetching.py",
     "language.py",
     "philox.py",
+    "quarters.py",
     "rounding.py",
 )  # no kernels, but what kernels use
 _COMPILER_SOURCES = (

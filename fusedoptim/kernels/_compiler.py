@@ -19,7 +19,7 @@ import numpy as np
 
 from fusedoptim.allocator import load_compiler
 from fusedoptim.dtypes import VARIANTS
-from fusedoptim.kernels import language, rounding
+from fusedoptim.kernels import language, quarters, rounding
 from fusedoptim.kernels.language import STATE_ELEMENTS, Role
 from fusedoptim.launch.layout import INTEGERS, REALS, WORD, Argument, Layout
 
@@ -66,7 +66,7 @@ _CALLED = {
 }
 _VARIABLES = ("rows", "head", "run", "next_row", "end", "row", "all_rows", "kernel", "real")
 _ROW_LOOP = (*_VARIABLES, *_CALLED)
-_ELEMENT_LOOP = ("start",)
+_ELEMENT_LOOP = ("at", "quarter", "quarter_of", "start")
 _AHEAD = 16  # rows between the one that is walked and the one that is prefetched
 _SCATTERED = (Role.PARAM, Role.STATE, Role.STATE_BF16)
 _INLINE_THRESHOLD = 2  # of 0 to 3; from 1 on, every call in a kernel is inlined
@@ -184,6 +184,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
     real = getattr(np, VARIANTS[variant].arithmetic)
     namespace: dict[str, Any] = {
         "kernel": _for_device(kernel, real),
+        "quarter_of": _for_device(quarters.quarter_of, real),
         "real": real,
         **_CALLED,
     }
@@ -208,7 +209,7 @@ def _entry_point(kernel: Callable[..., Any], variant: str) -> Callable[[int], No
             lines.append(f"{name}_value = {name}[0]")
     if shape.is_element_kernel:
         of_row += _fetches(shape.arguments, layout)
-    values = {Role.INDEX: "start + lane()", **dict.fromkeys(_VALUES, "{}_value")}
+    values = {Role.INDEX: "at + lane()", **dict.fromkeys(_VALUES, "{}_value")}
     call = ", ".join(values.get(role, "{}").format(name) for name, role in shape.parameters)
     of_row += (
         _loop(f"kernel({call})", shape.sums) if shape.is_element_kernel else [f"kernel({call})"]
@@ -260,9 +261,10 @@ def _for_device(function: Callable[..., Any], real: Any) -> Any:
 def _loop(call: str, sums: int) -> list[str]:
     """Python source of a loop of ``call`` over a row.
 
-    In the first part every lane has an element, so the CPU driver emits plain vector loads; in one
-    loop with a test for each lane all of them would be masked. The second part is skipped if no
-    element is left for it, which matters for many short rows (docs/design/element-kernels.md).
+    The quarters of a long row are walked side by side, and the rest in order. Until the last
+    elements every lane has one, so the CPU driver emits plain vector loads; in one loop with a test
+    for each lane all of them would be masked. The last part is skipped if no element is left for
+    it, which matters for many short rows (docs/design/element-kernels.md).
     """
     totals = [f"total{k}" for k in range(sums)]
     terms = [f"term{k}" for k in range(sums)]
@@ -271,10 +273,21 @@ def _loop(call: str, sums: int) -> list[str]:
         body = [f"({', '.join(terms)},) = {call}"]
         body += [f"{total} += {term}" for total, term in zip(totals, terms)]
     lines = [f"{total} = real(0)" for total in totals]
-    lines += ["start = 0", "while start + lanes() <= length:"]
-    lines += [f"    {line}" for line in [*body, "start += lanes()"]]
-    lines += ["if start < length:", "    if start + lane() < length:"]
-    lines += [f"        {line}" for line in body]
+    lines += [
+        "quarter = quarter_of(length)",
+        "start = 0",
+        "while start < quarter:",
+        "    at = start",
+        "    while at < 4 * quarter:",
+        *(f"        {line}" for line in [*body, "at += quarter"]),
+        "    start += lanes()",
+        "at = 4 * quarter",
+        "while at + lanes() <= length:",
+        *(f"    {line}" for line in [*body, "at += lanes()"]),
+        "if at < length:",
+        "    if at + lane() < length:",
+        *(f"        {line}" for line in body),
+    ]
     lines += [f"sums[{sums} * lane() + {k}] = {total}" for k, total in enumerate(totals)]
     return lines
 

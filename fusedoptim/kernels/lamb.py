@@ -49,6 +49,7 @@ from fusedoptim.kernels.language import (
     lanes,
     real,
 )
+from fusedoptim.kernels.quarters import quarter_of
 
 __all__ = ["lamb", "lamb_moments", "lamb_norms", "lamb_ratio", "lamb_step", "lamb_update"]
 
@@ -248,7 +249,17 @@ def lamb(
     moments = param, grad, exp_avg, exp_avg_sq, *corrections, grad_factor, *decay, *betas, eps
     param_squares = update_squares = real(0)
     whole = length - lanes()  # up to it every lane has an element, so loads need no mask
+    quarter = quarter_of(length)  # in the order of lamb_moments, so that the sums are the same
     start = 0
+    while start < quarter:
+        i = start
+        while i < 4 * quarter:
+            p2, u2 = lamb_moments(i + lane(), *moments)
+            param_squares += p2
+            update_squares += u2
+            i += quarter
+        start += lanes()
+    start = 4 * quarter
     while start <= whole:
         p2, u2 = lamb_moments(start + lane(), *moments)
         param_squares += p2

@@ -309,7 +309,7 @@ def launch_shape(device: torch.device) -> LaunchShape:
     return BACKENDS[device.type].shape
 
 
-def chunk_of(n: int, device: torch.device, most_on_caller: int) -> int:
+def chunk_of(n: int, device: torch.device, most_on_caller: int, count: int = 1) -> int:
     """The number of elements, of ``n``, that a group walks.
 
     Args:
@@ -317,7 +317,8 @@ def chunk_of(n: int, device: torch.device, most_on_caller: int) -> int:
         device: where the kernel runs.
         most_on_caller: the most elements that one group walks on the host. One group runs on the
             calling thread there, and waking other threads takes longer than a short kernel.
+        count: how many times ``n`` elements are walked, by groups of their own.
     """
     if n <= most_on_caller and BACKENDS[device.type].runs_on_host:
         return max(n, 1)
-    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n // LEAST_GROUPS)))
+    return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n * count // LEAST_GROUPS)))

@@ -71,12 +71,12 @@ def test_no_more_parts_than_groups() -> None:
 @each_class
 def test_steps(case: OptimizerCase) -> None:
     """Steps are right in all parts, including a last one that is shorter."""
-    sizes = (1, 15, 17, 1023, 1025, 33_000, 70_001)
+    sizes = (1, 15, 17, 1023, 1025, 4097, 33_000, 70_001)
     SideBySide(case, params=[Parameter(torch.randn(n)) for n in sizes]).train(3)
 
 
 @pytest.mark.usefixtures("threads", "small_parts")
-@pytest.mark.parametrize("n", [1, 16, 1023, 32 * 1024 + 1, 1_000_003])
+@pytest.mark.parametrize("n", [1, 16, 1023, 64 * 1024 + 1, 1_000_003])
 def test_expressions(n: int) -> None:
     twice = ElementwiseKernel("T x", "T y", "y = 2 * x", "twice")
     total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0", "total")
