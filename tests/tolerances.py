@@ -62,7 +62,7 @@ BUILTIN_ULPS = {"exp": 3, "log": 3, "sin": 4, "cos": 4, "tanh": 5, "erf": 16, "s
 # CPU.shape of fusedoptim.launch.cpu: a lane adds up CHUNK / LANES terms of a chunk. A GPU's lane
 # adds up fewer, but there are more lanes.
 LANES = 16
-CHUNK = 64 * 1024
+CHUNK = 32 * 1024
 
 
 @functools.cache

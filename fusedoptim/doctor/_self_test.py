@@ -4,11 +4,12 @@ Inputs are random and new in each run: values in :math:`\pm[1/2, 2]`, optimizer 
 :math:`[1/2, 2]`, scalars in :math:`[1/4, 3/4]`. So no term exceeds 32, and little cancels.
 
 The tolerance is 64 units roundoff of the arithmetic, relative to the result or to 1 if that is
-larger. For a stored 16-bit value it is larger by one unit roundoff of the element. This suffices: a
-kernel rounds fewer than 40 times on the way to a result, and the relative error of a sum over
-``_LENGTHS`` is below that of 32 additions. State that is rounded stochastically may be off by one
-step of its format, and a scale by a factor of 2. A wrong instruction, inexact arithmetic and a
-write to a wrong place are off by far more.
+larger. For a stored 16-bit value it is larger by one unit roundoff of the element. For a sum it is
+larger by half a unit for each element that a lane adds: the terms have one sign, so partial sums
+are about half of the sum. This suffices: a kernel rounds fewer than 40 times on the way to another
+result, except for Lamb's ratio of two sums, whose errors are a hundredth of this tolerance. State
+that is rounded stochastically may be off by one step of its format, and a scale by a factor of 2. A
+wrong instruction, inexact arithmetic and a write to a wrong place are off by far more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from fusedoptim.launch.layout import Argument
 from fusedoptim.launch.modules import Module, kernel_function, shipped
 
 Reals = np.ndarray[Any, np.dtype[np.float64]]
-_LENGTHS = np.array([301, 1, 211])  # of the rows: unaligned, and not multiples of a vector
+# The rows' lengths: unaligned, and not multiples of a vector. Plain Python takes long for kernels
+# with a position, which round to fewer bits. Others walk the first row in quarters.
+_LENGTHS = np.array([301, 1, 211])
+_LENGTHS_WITH_QUARTERS = np.array([5301, 1, 211])
 _MARGIN = 32  # elements past the end
 _UNITS = 64
 _SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES)
@@ -71,22 +75,26 @@ class Rows(NamedTuple):
 def _rows(module: Module, lanes: int, example: Example | None) -> Rows:
     roles = {name: role for name, role in module.arguments if role in _ADDRESSES}
     if example is None:
-        sizes = {name: _row_sizes(role, module.sums, lanes) for name, role in roles.items()}
-        return Rows(_LENGTHS, sizes)
+        has_position = any(role is Role.POSITION for _, role in module.arguments)
+        lengths = _LENGTHS if has_position else _LENGTHS_WITH_QUARTERS
+        sizes = {
+            name: _row_sizes(lengths, role, module.sums, lanes) for name, role in roles.items()
+        }
+        return Rows(lengths, sizes)
     sizes = {name: example.sizes[name] for name, role in roles.items() if role is not Role.TRAIL}
     if Role.TRAIL in roles.values():
         sizes["trail"] = sizes["param"]
     return Rows(example.lengths, sizes)
 
 
-def _row_sizes(role: Role, sums: int, lanes: int) -> Integers:
+def _row_sizes(lengths: Integers, role: Role, sums: int, lanes: int) -> Integers:
     if role in _VALUE_OF_LAUNCH:
         return np.array([1])
     if role is Role.BLOCK_SCALES:
-        return -(-_LENGTHS // (BLOCK * lanes)) * lanes
+        return -(-lengths // (BLOCK * lanes)) * lanes
     if role in _PER_ROW:
-        return np.full(len(_LENGTHS), sums if role is Role.SUMS else 1)
-    return _LENGTHS * 2 if role is Role.CHUNK_SUMS else _LENGTHS
+        return np.full(len(lengths), sums if role is Role.SUMS else 1)
+    return lengths * 2 if role is Role.CHUNK_SUMS else lengths
 
 
 class _Array:
@@ -204,7 +212,7 @@ class _Trial:
         if role in _SIGNED:
             values *= self._random.choice([-1.0, 1.0], len(values))
         if role is Role.ROW_INT:  # an index of one of the row's elements
-            values = self._random.integers(0, _LENGTHS).view(np.float64)
+            values = self._random.integers(0, self._rows.lengths).view(np.float64)
         storage = self._narrow if role in _NARROW else _STORAGES.get(role, self._real)
         if argument.name in self._given:
             values = np.asarray(self._given[argument.name])
@@ -225,16 +233,16 @@ class _Trial:
         if role is Role.INTEGER:
             return int(self._random.integers(1 << 32))
         if role is Role.ROW_FLAG:
-            return self._random.integers(0, 2, len(_LENGTHS))
+            return self._random.integers(0, 2, len(self._rows.lengths))
         if role is Role.PARAM_NUMBER:
-            return self._random.integers(0, 1 << 20, len(_LENGTHS))
+            return self._random.integers(0, 1 << 20, len(self._rows.lengths))
         if role is Role.POSITION:
-            return self._random.integers(0, 1 << 28, len(_LENGTHS)) * _CHUNK_STEP
+            return self._random.integers(0, 1 << 28, len(self._rows.lengths)) * _CHUNK_STEP
         if name == "weight_decay" and not self._options:
             return 0.0
         if name == "max_param_norm" and not self._options:
             return float("inf")
-        rows = len(_LENGTHS) if role is Role.ROW_SCALAR else None
+        rows = len(self._rows.lengths) if role is Role.ROW_SCALAR else None
         value = self._random.uniform(0.25, 0.75, rows)
         return np.asarray(value, self._kernel.real).astype(np.float64)[()]
 
@@ -242,7 +250,7 @@ class _Trial:
         """The arrays' values; the halves of a split parameter are one, and the sums of lanes."""
         values = {name: array.read() for name, array in self._arrays.items()}
         if self._module.sums:
-            by_lane = values["sums"].reshape(len(_LENGTHS), -1, self._module.sums)
+            by_lane = values["sums"].reshape(len(self._rows.lengths), -1, self._module.sums)
             values["sums"] = by_lane.sum(1).ravel()
         if values.pop("trail", None) is not None:
             values["param"] = self._arrays["param"].joined(self._arrays["trail"])
@@ -252,11 +260,11 @@ class _Trial:
         """``values`` with 8-bit codes replaced by the values that they stand for."""
         read = dict(values)
         lanes = self._kernel.shape.lanes
-        sizes = _row_sizes(Role.BLOCK_SCALES, 0, lanes)
+        sizes = _row_sizes(self._rows.lengths, Role.BLOCK_SCALES, 0, lanes)
         blocks = np.concatenate(
             [
                 first + np.arange(length) // (BLOCK * lanes) * lanes + np.arange(length) % lanes
-                for first, length in zip(np.cumsum(sizes) - sizes, _LENGTHS)
+                for first, length in zip(np.cumsum(sizes) - sizes, self._rows.lengths)
             ]
         )
         for name, role in self._module.arguments:
@@ -302,7 +310,10 @@ class _Trial:
             return np.zeros(len(wanted))
         if roles[name] in _DECODERS:  # three bits of fraction, and a step of the smallest numbers
             return abs(wanted) / 8 + 2.0**-12
-        allowed = _UNITS * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
+        units = _UNITS
+        if roles[name] is Role.SUMS:
+            units += self._rows.lengths.max() // self._kernel.shape.lanes // 2
+        allowed = units * ELEMENTS[self._real].roundoff * np.maximum(abs(wanted), 1)
         if roles[name] is Role.STATE_BF16:  # rounded either way, after arithmetic that may cancel
             return allowed + 2 * ELEMENTS["bf16"].roundoff * abs(wanted)
         is_rounded = self._narrow != self._real and Role.TRAIL not in roles.values()

@@ -249,7 +249,7 @@ def lamb(
     moments = param, grad, exp_avg, exp_avg_sq, *corrections, grad_factor, *decay, *betas, eps
     param_squares = update_squares = real(0)
     whole = length - lanes()  # up to it every lane has an element, so loads need no mask
-    quarter = quarter_of(length)  # in the order of lamb_moments, so that the sums are the same
+    quarter = quarter_of(length)  # the order of lamb_moments, so that the sums have the same bits
     start = 0
     while start < quarter:
         i = start

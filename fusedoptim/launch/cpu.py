@@ -25,7 +25,7 @@ class CPU(Backend):
 
     torch_type = "cpu"
     # 16 lanes are the SIMD width of float32 under AVX-512.
-    shape = LaunchShape(lanes=16, chunk=64 * 1024, elements_per_group=1024)
+    shape = LaunchShape(lanes=16, chunk=32 * 1024, elements_per_group=1024)
     runs_on_host = True
 
     @functools.cached_property

@@ -87,10 +87,12 @@ def _four(place: str) -> str:
     )
 
 
-# The work items of a group walk a chunk of the elements of one result side by side. Each has four
+# A group reduces a chunk of one result, which its work items walk side by side. Each has four
 # partial results: additions to a single one would wait for each other. Those of a long chunk are of
 # its quarters: a core reads four places of memory at once faster than one.
-_SIDE_BY_SIDE = f"""
+_ALONG = f"""
+    const index_t o_ = group_ / chunks_, this_ = group_ % chunks_, first_ = this_ * chunk_;
+    const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
     const index_t steps_ = (end_ - first_) / (4 * {{lanes}}), whole_ = 4 * {{lanes}} * steps_;
     const index_t apart_ = whole_ < {{long}} ? {{lanes}} : whole_ / 4;
     const index_t step_ = whole_ < {{long}} ? 4 * {{lanes}} : {{lanes}};
@@ -104,45 +106,37 @@ _SIDE_BY_SIDE = f"""
     for (; start_ + {{lanes}} <= end_; start_ += {{lanes}})
         a = {{name}}_reduce(a, {{name}}_map(o_, start_ + lane_{{names}}));
     if (start_ + lane_ < end_) a = {{name}}_reduce(a, {{name}}_map(o_, start_ + lane_{{names}}));
-"""
-# A group reduces a chunk of one result.
-_ALONG = f"""
-    const index_t o_ = group_ / chunks_, this_ = group_ % chunks_, first_ = this_ * chunk_;
-    const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
-    {_SIDE_BY_SIDE}
     local reduced_memory of_lanes_[{{lanes}}];
     of_lanes_[lane_] = a;
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lane_ != 0) return;
     for (index_t k = 1; k < {{lanes}}; k++) a = {{name}}_reduce(a, of_lanes_[k]);
 """
-# A group reduces several whole results, four of them at a time, for the same reason. Then one work
-# item combines all partial values of a result.
+# A group reduces several whole results, one of each quarter of them at a time. The last group may
+# compute its last result more than once. Then one work item combines all partial values of a
+# result. With min() the driver would not see that all lanes have the same row, and load one by one.
 _ALONG_SEVERAL = f"""
-    const index_t begin_ = group_ * results_, this_ = 0, first_ = 0, end_ = n;
+    const index_t begin_ = group_ * results_, this_ = 0;
     const index_t own_ = count_ - begin_ < results_ ? count_ - begin_ : results_;
+    const index_t quarter_ = (own_ + 3) / 4, last_ = own_ - 1;
     local reduced_memory of_lanes_[{{most_results}} * {{lanes}}];
-    const index_t fourth_ = own_ / 4;
-    for (index_t row_ = 0; row_ < fourth_; row_++) {{{{
-        const index_t o_ = begin_ + row_;
+    for (index_t first_ = 0; first_ < quarter_; first_++) {{{{
+        const index_t row0_ = first_, in1_ = row0_ + quarter_, row1_ = in1_ < own_ ? in1_ : last_;
+        const index_t in2_ = in1_ + quarter_, row2_ = in2_ < own_ ? in2_ : last_;
+        const index_t in3_ = in2_ + quarter_, row3_ = in3_ < own_ ? in3_ : last_;
         reduced_t b = {{identity}}, c_ = {{identity}}, d_ = {{identity}};
         a = {{identity}};
-        index_t at_ = lane_, end_of_step_ = {{lanes}};
-        for (; end_of_step_ <= n; end_of_step_ += {{lanes}}, at_ += {{lanes}}) {{{{
-            {_four("o_ + {} * fourth_, at_")}
+        index_t at_ = lane_, end_ = {{lanes}};
+        for (; end_ <= n; end_ += {{lanes}}, at_ += {{lanes}}) {{{{
+            {_four("begin_ + row{}_, at_")}
         }}}}
         if (at_ < n) {{{{
-            {_four("o_ + {} * fourth_, at_")}
+            {_four("begin_ + row{}_, at_")}
         }}}}
-        const reduced_t four_[4] = {{{{{", ".join(_PARTIALS)}}}}};
-        for (index_t k = 0; k < 4; k++)
-            of_lanes_[(row_ + k * fourth_) * {{lanes}} + lane_] = four_[k];
-    }}}}
-    for (index_t row_ = 4 * fourth_; row_ < own_; row_++) {{{{
-        const index_t o_ = begin_ + row_;
-        a = {{identity}};
-        {_SIDE_BY_SIDE}
-        of_lanes_[row_ * {{lanes}} + lane_] = a;
+        of_lanes_[row0_ * {{lanes}} + lane_] = a;
+        of_lanes_[row1_ * {{lanes}} + lane_] = b;
+        of_lanes_[row2_ * {{lanes}} + lane_] = c_;
+        of_lanes_[row3_ * {{lanes}} + lane_] = d_;
     }}}}
     barrier(CLK_LOCAL_MEM_FENCE);
     if (lane_ >= own_) return;
@@ -412,11 +406,11 @@ def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> 
 
     Starting a group costs as much as some hundred additions, so short rows share one.
     """
-    if chunks > 1:
+    if chunks > 1 or n >= _LONG:
         return 1
     shape = launch_shape(device)
-    few = min(shape.chunk // max(n, 1), count // LEAST_GROUPS)
-    return min(max(few, 1), _RESULTS, shape.lanes)
+    most = min(shape.chunk // max(n, 1), count // LEAST_GROUPS, _RESULTS, shape.lanes)
+    return most // 4 * 4 or 1
 
 
 def _axes(kernel: str, axis: int | tuple[int, ...] | None, dims: int) -> list[int]:

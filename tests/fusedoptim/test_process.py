@@ -118,7 +118,7 @@ def final_weights() -> dict[str, list[Tensor]]:
     weights = {}
     for case in CASES:
         torch.manual_seed(SEED)
-        params = [torch.nn.Parameter(torch.randn(n)) for n in (300_001, 5, 70_000)]
+        params = [torch.nn.Parameter(torch.randn(n)) for n in (300_001, 5, 40_000)]
         optimizer = case.make(params, **case.kwargs[-1], max_grad_norm=1.0)
         for _ in range(5):
             for p in params:

@@ -86,7 +86,7 @@ def test_values() -> None:
 @on_processes(2)
 def test_shards_of_several_rows() -> None:
     """The shards take several work-groups, take one, or are empty."""
-    values = [torch.randn(70_000, 2), torch.randn(1, 70_000), torch.randn(30_000)]
+    values = [torch.randn(40_000, 2), torch.randn(1, 40_000), torch.randn(30_000)]
     for case in WHOLE_CASES:
         ShardedSideBySide(case, values, flat_mesh(), [[Shard(0)]] * 3).train(2)
 

@@ -387,7 +387,7 @@ def test_block_outlives_the_kernel_that_reads_it(monkeypatch: pytest.MonkeyPatch
 def test_address_beyond_2_to_the_63(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs have such addresses. Few rows are written one by one, more rows as an array."""
     monkeypatch.setattr(pipeline, "_FEW", few)
-    _, optimizer = _with_ones(70_000)  # two rows
+    _, optimizer = _with_ones(40_000)  # two rows
     optimizer.step()
     (rows,) = optimizer._plan.groups[0].rows
     address = 0xFF00_FFFF_FFE0_0000
