@@ -409,11 +409,13 @@ class Array(Uncopyable):
             )
         if queue.sycl_context != device.sycl_platform.default_context:
             raise BufferError(
-                "memory of a context of your own cannot be exported as memory of a oneAPI device"
+                "memory allocated in another SYCL context than the default one cannot be exported "
+                "as memory of a oneAPI device"
             )
         if not self.address:
             raise BufferError(
-                "an empty array has no address, which memory of a oneAPI device needs"
+                "an empty array has no address, so it cannot be exported as memory of a oneAPI "
+                "device"
             )
         if target[1] != load_dpctl().get_devices().index(device):
             raise BufferError(f"dl_device={target} is not the device that the memory belongs to")

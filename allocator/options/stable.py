@@ -62,7 +62,7 @@ class StableStore(Store):
         nbytes = parse_size(size, "stable_addresses")
         if nbytes == 0:
             raise ValueError(
-                f"stable_addresses={size!r} leaves no room; give the size of the arena, or None "
+                f"stable_addresses={size!r} is too small for an arena; give its size, or None "
                 "for a pool that grows"
             )
         nbytes = -(-nbytes // _ARENA_GRAIN) * _ARENA_GRAIN

@@ -11,14 +11,15 @@ from fusedoptim.kernels.language import lanes
 __all__ = ["quarter_of"]
 
 _LEAST = 4096  # elements of a row: a shorter one is read too soon for the order to matter
-# Steps that a quarter is shorter: in the longest rows all would begin at the same place of a page.
+# Steps by which a quarter is shortened; otherwise all quarters of the longest rows would start at
+# the same page offset.
 _STAGGER = 4
 
 
 def quarter_of(length: int) -> int:
     """The elements from one quarter's beginning to the next one's; 0 if a row is walked in order.
 
-    What is left of the row follows the four quarters. Kernels whose sums must have the same bits
+    The remainder of the row follows the four quarters. Kernels whose sums must have the same bits
     walk rows in the same order.
     """
     if length < _LEAST:

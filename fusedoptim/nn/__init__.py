@@ -1,4 +1,4 @@
-"""Modules built on :mod:`fusedoptim.ops`: drop-ins for their namesakes in ``torch.nn``."""
+"""Modules built on :mod:`fusedoptim.ops`: drop-ins for ``torch.nn``'s classes of the same names."""
 
 from fusedoptim.nn import functional
 from fusedoptim.nn.activation import GELU

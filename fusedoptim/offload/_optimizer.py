@@ -439,7 +439,7 @@ def _with_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Load the state on the host; return what is left for the device's groups."""
+    """Load the state on the host; return the part of the device's groups."""
     assert isinstance(optimizer, OffloadOptimizer)
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:

@@ -108,8 +108,8 @@ def _checked(features: Sequence[Tensor]) -> _Shape:
         if not (is_matrix or is_stack):
             raise ValueError(
                 f"interaction: feature {i} has shape {tuple(shape)} and feature 0 "
-                f"{(samples, width)}; pass ({samples}, {width}) for one more, or "
-                f"({samples}, {width} k) or ({samples}, k, {width}) for k more"
+                f"{(samples, width)}; pass ({samples}, {width}) for one feature, or "
+                f"({samples}, k * {width}) or ({samples}, k, {width}) for k features"
             )
         if feature.device != first.device:
             raise ValueError(

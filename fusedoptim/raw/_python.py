@@ -271,7 +271,7 @@ def _description(function: FunctionType, callers: tuple[FunctionType, ...]) -> A
         raise TypeError(f"{name} calls itself, which no device can do: write a loop")
     if _operands(function, "RAISE_VARARGS"):
         raise TypeError(
-            f"{name} raises an exception or asserts, which nobody would see: store a flag in a "
+            f"{name} contains raise or assert, which a device cannot report: store a flag in a "
             "Global[Int32] and look at it after the launch"
         )
     builtin = _operands(function, "LOAD_GLOBAL") - function.__globals__.keys()

@@ -41,8 +41,8 @@ class FuseStep(Pass):
         except (TypeError, ValueError, RuntimeError) as error:
             if job.options.knobs[SPLIT]:
                 raise type(error)(
-                    f"dtype=torch.bfloat16 needs a fused step: {error} and no dtype, in float32 "
-                    "or under torch.autocast"
+                    f"dtype=torch.bfloat16 needs a fused step: {error}; or omit dtype, and train "
+                    "in float32 or under torch.autocast"
                 ) from error
             if FUSE_STEP in job.options.explicit:
                 raise

@@ -268,7 +268,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("shape", [(3,), (4, 5), (3, 7), (3, 2, 4), (3, 5, 1), (3, 1, 5, 1)])
     def test_shape(self, shape: tuple[int, ...]) -> None:
-        problem = f"feature 1 has shape {shape} and feature 0 (3, 5); pass (3, 5) for one more"
+        problem = f"feature 1 has shape {shape} and feature 0 (3, 5); pass (3, 5) for one feature"
         with pytest.raises(ValueError, match=re.escape(problem)):
             interaction(torch.ones(3, 5), torch.ones(shape))
 
