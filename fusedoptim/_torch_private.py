@@ -1,6 +1,8 @@
-"""Every private name of torch that this package uses, and why no public one will do.
+"""Private names of torch's Python code that this package uses, and why no public one will do.
 
 ``tests/fusedoptim/test_torch_private.py`` has a test for each, which fails when torch changes it.
+Operators whose names begin with an underscore, such as ``torch._foreach_norm``, and a tensor's
+``_version``, ``_indices()`` and ``_values()`` are used where they are needed.
 """
 
 from __future__ import annotations
