@@ -211,9 +211,9 @@ class Conditions:
                 tests = [node.slice]
             case ast.Call(func=ast.Attribute(attr=name, value=table)) if name in _LOOKUPS:
                 tests = node.args if self._is_table(table) else []
-            case ast.If():
+            case ast.If() | ast.While() | ast.For():
                 parts = [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
-                tests = [node.test]
+                tests = [node.iter if isinstance(node, ast.For) else node.test]
             case _:
                 return []
         return [] if all(map(self._is_fixed, tests)) else parts
@@ -227,6 +227,8 @@ class Conditions:
             return not (raises or self._is_fixed(node.test))
         if isinstance(node, ast.While):
             return not self._is_fixed(node.test)
+        if isinstance(node, ast.For):  # it may have run for nothing in the trace
+            return not self._is_fixed(node.iter)
         if isinstance(node, ast.Try):
             return not all(_only_raises(handler.body) for handler in node.handlers)
         return isinstance(node, ast.Match) and not self._is_fixed(node.subject)
@@ -237,10 +239,12 @@ class Conditions:
                 yield node.lineno
                 if isinstance(node, ast.If | ast.While):
                     yield from _span(node.test)
+                elif isinstance(node, ast.For):
+                    yield from _span(node.iter)
                 elif isinstance(node, ast.Try):
                     for statement in node.body:
                         yield from _span(statement)
-            elif isinstance(node, ast.For | ast.comprehension) and not self._is_fixed(node.iter):
+            elif isinstance(node, ast.comprehension) and not self._is_fixed(node.iter):
                 yield from _span(node.iter)
             elif not isinstance(node, ast.stmt) and self._arms(node):
                 statement = self._source.statement(node)

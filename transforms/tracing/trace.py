@@ -203,4 +203,7 @@ def asks_geometry(user: fx.Node, module: fx.Node) -> bool:
     if not isinstance(user.target, types.FunctionType) or user.kwargs:
         return False
     places = [i for i, argument in enumerate(user.args) if argument is module]
+    uses = sum(leaf is module for leaf in _pytree.tree_leaves(user.args))
+    if uses > len(places):  # within a list or dict, from which the function may take it
+        return False
     return all(reads_only(user.target, place, _GEOMETRY) for place in places)

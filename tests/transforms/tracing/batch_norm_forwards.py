@@ -265,6 +265,25 @@ class Branches(Block):
         y = self.conv(x[0] if isinstance(x, list) else x)
         return self._normed(y, x)
 
+    def for_each_of_a_list(self, x: Any) -> Any:
+        images = x if isinstance(x, list) else []
+        outputs = []
+        for image in images:
+            outputs.append(self.conv(image))
+        return outputs[0] if outputs else self.norm(self.conv(x))
+
+    def for_else(self, x: Any) -> Any:
+        for image in x if isinstance(x, list) else []:
+            y = self.conv(image)
+            break
+        else:
+            y = self.norm(self.conv(x))
+        return y
+
+    def while_on_one_line(self, x: Any) -> Any:
+        while isinstance(x, list): return self.conv(x[0])  # fmt: skip  # noqa: E701  # its body is on its line
+        return self.norm(self.conv(x))
+
     def if_list_by_flag(self, x: Any) -> Any:
         is_many = False
         if isinstance(x, list):
@@ -380,6 +399,12 @@ def _applies(function: Any, x: Tensor) -> Tensor:
     return function(x) if x.sum() > -1e9 else x
 
 
+@torch.fx.wrap
+def _first_in(blocks: Any, x: Tensor) -> Tensor:
+    """A function that torch.fx cannot trace, and that gets modules in a container."""
+    return blocks[0].conv(x) if x.sum() > -1e9 else x
+
+
 class Outer(nn.Module):
     """Code, most of which cannot be traced, that reaches into a block."""
 
@@ -392,6 +417,12 @@ class Outer(nn.Module):
 
     def hands_block_over_unmarked(self, x: Tensor) -> Tensor:
         return self.block(x) + _calls_conv_alone(self.block, x)
+
+    def hands_block_over_in_a_tuple(self, x: Tensor) -> Tensor:
+        return self.block(x) + _first_in((self.block,), x)
+
+    def hands_block_over_in_a_dict(self, x: Tensor) -> Tensor:
+        return self.block(x) + _first_in({0: self.block}, x)
 
     def hands_method_over(self, x: Tensor) -> Tensor:
         return self.block(x) + _applies(self.block.conv.forward, x)
