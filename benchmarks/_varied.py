@@ -77,7 +77,7 @@ def loaded(seed: int) -> Iterator[None]:
     pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES)]
     model = nn.Sequential(*block(3, 32), *block(32, 64), *block(64, 128), *pooled)
     optimizer = AdamW(model.parameters(), lr=LR, fused=True)
-    loader = DataLoader(_Images(), batch_sampler=_batches(seed), num_workers=WORKERS)  # type: ignore[arg-type]  # needs no length
+    loader = DataLoader(_Images(), batch_sampler=_batches(seed), num_workers=WORKERS)  # type: ignore[arg-type]  # an endless iterator has no length
     for images, labels in loader:
         cross_entropy(model(images), labels).backward()
         optimizer.step()

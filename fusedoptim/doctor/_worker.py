@@ -72,7 +72,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
     for name in found:
         try:
             backends[name] = backend_of(queue(name))
-        except Exception as failure:  # the driver's own
+        except Exception as failure:  # of any class: a report names it
             if device in (None, name):
                 _say(lines, failed=_last_line(failure))
     used = _used(backends)
@@ -95,7 +95,7 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
                 try:
                     in_usm = not backend_of(queue(name)).runs_on_host
                     problem = kernel_problem(queue(name), kernel, in_usm=in_usm)
-                except Exception as failure:  # the driver's own
+                except Exception as failure:  # of any class: a report names it
                     problem = f"cannot be run: {_last_line(failure)}"
             _say(lines, tested=kernel, device=name, problem=problem)
 

@@ -404,7 +404,8 @@ def _identity(text: str, reduced: Dtype) -> str:
 def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> int:
     """How many results of ``n`` elements a group reduces along them.
 
-    Starting a group costs as much as some hundred additions, so short rows share one.
+    Starting a group costs as much as some hundred additions, so short rows share one: a multiple of
+    four of them, as four are reduced at a time. A long row alone has four places to read.
     """
     if chunks > 1 or n >= _LONG:
         return 1

@@ -235,7 +235,7 @@ def test_one_kernel_computes_what_three_do(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of one kernel and of three are equal: loading a checkpoint may change the kernel."""
-    sizes = [1, 15, 16, 17, 1000, 4095, 4096, 5000, 32 * 1024]
+    sizes = [1, 15, 16, 17, 1000, 4095, 4096, 5000, 16 * 1024, 32 * 1024]
     params = [Parameter(torch.randn(n, dtype=dtype)) for n in sizes]
     copies = [Parameter(p.detach().clone()) for p in params]
     one = FusedLamb(params, lr=0.1, weight_decay=0.1)

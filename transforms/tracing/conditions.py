@@ -213,7 +213,7 @@ class Conditions:
                 tests = node.args if self._is_table(table) else []
             case ast.If() | ast.While() | ast.For():
                 parts = [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
-                tests = [node.iter if isinstance(node, ast.For) else node.test]
+                tests = [_decider(node)]
             case _:
                 return []
         return [] if all(map(self._is_fixed, tests)) else parts
@@ -225,10 +225,8 @@ class Conditions:
         if isinstance(node, ast.If):
             raises = _only_raises(node.orelse) or (_only_raises(node.body) and not node.orelse)
             return not (raises or self._is_fixed(node.test))
-        if isinstance(node, ast.While):
-            return not self._is_fixed(node.test)
-        if isinstance(node, ast.For):  # it may have run for nothing in the trace
-            return not self._is_fixed(node.iter)
+        if isinstance(node, ast.While | ast.For):  # its body may not have run in the trace
+            return not self._is_fixed(_decider(node))
         if isinstance(node, ast.Try):
             return not all(_only_raises(handler.body) for handler in node.handlers)
         return isinstance(node, ast.Match) and not self._is_fixed(node.subject)
@@ -237,10 +235,8 @@ class Conditions:
         for node in self._source.nodes:
             if isinstance(node, ast.stmt) and self._is_open(node):
                 yield node.lineno
-                if isinstance(node, ast.If | ast.While):
-                    yield from _span(node.test)
-                elif isinstance(node, ast.For):
-                    yield from _span(node.iter)
+                if isinstance(node, ast.If | ast.While | ast.For):
+                    yield from _span(_decider(node))
                 elif isinstance(node, ast.Try):
                     for statement in node.body:
                         yield from _span(statement)
@@ -360,6 +356,11 @@ def _parameters(tree: ast.AST) -> list[str]:
     a = tree.args
     rest = [each for each in (a.vararg, a.kwarg) if each is not None]
     return [each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs, *rest)]
+
+
+def _decider(node: ast.If | ast.While | ast.For) -> ast.expr:
+    """The expression that decides whether a statement's body runs."""
+    return node.iter if isinstance(node, ast.For) else node.test
 
 
 def _span(node: ast.AST) -> range:

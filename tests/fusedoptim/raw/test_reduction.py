@@ -102,7 +102,7 @@ def test_broadcast_numbers_and_outputs() -> None:
     assert torch.equal(strided, out)
 
 
-@pytest.mark.parametrize("n", [15, 16, 63, 64, 65, 127, 128, 5000, 8191, 8192, 8257])
+@pytest.mark.parametrize("n", [15, 16, 63, 64, 65, 127, 128, 4096, 5000, 8191, 8192, 8257])
 def test_sizes_around_the_unrolled_loop(n: int) -> None:
     """The user's parameters may have any names, and the index is right for every element."""
     scaled = ReductionKernel("T x, T k, T d", "T y", "x * k + i * d", "a + b", "y = a", "0")
