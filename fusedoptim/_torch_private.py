@@ -1,8 +1,9 @@
 """Private names of torch's Python code that this package uses, and why no public one will do.
 
 ``tests/fusedoptim/test_torch_private.py`` has a test for each, which fails when torch changes it.
-Operators whose names begin with an underscore, such as ``torch._foreach_norm``, and a tensor's
-``_version``, ``_indices()`` and ``_values()`` are used where they are needed.
+Some names that explain themselves are used where they are needed, such as the operator
+``torch._foreach_norm`` and a tensor's ``_version``; a list of them, with their tests, is in
+``tests/packaging/test_torch_private_names.py``.
 """
 
 from __future__ import annotations

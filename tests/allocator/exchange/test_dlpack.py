@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack as to_torch
 import allocator
 from allocator import Array, Memory, Pool, from_dlpack
 from allocator.exchange import borrowed
+from allocator.exchange.devices import HOST, check_torch_has
 from allocator.exchange.dlpack import Legacy, Versioned, _get_pointer, is_valid
 from allocator.exchange.dtypes import _ALL, as_dtype
 from tests.running import check_script
@@ -43,6 +44,13 @@ def library(name: str) -> Any:
     except ImportError as error:
         pytest.skip(str(error))
     return pytest.importorskip(name, exc_type=ImportError)
+
+
+@pytest.mark.skipif(torch.xpu._is_compiled(), reason="torch has tensors on Intel GPUs")
+def test_torch_without_gpus_is_refused() -> None:
+    check_torch_has(HOST, torch, "Pool('cpu')")
+    with pytest.raises(RuntimeError, match=r"without XPU.*tensors on Pool\('gpu'\); install"):
+        check_torch_has(ON_USM, torch, "Pool('gpu')")
 
 
 class OnUsm:
