@@ -12,13 +12,14 @@ from torch.optim.optimizer import Optimizer
 from fusedoptim._locks import new_lock
 from fusedoptim._torch_private import BypassModes, count_modes, transform_level, without_dynamo
 from fusedoptim.allocator import check_not_forked, is_forked
-from fusedoptim.split.halves import (
-    LOST,
-    Halves,
+from fusedoptim.split.checkpoints import (
+    changes_nothing,
     check_saved_halves,
-    check_splittable,
+    has_trail,
+    saved_states,
     with_trails_of_frozen,
 )
+from fusedoptim.split.halves import LOST, Halves, check_splittable
 from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.step import commit
 from fusedoptim.step.checks import (
@@ -39,14 +40,7 @@ from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
-from fusedoptim.step.state import (
-    as_saved_state,
-    as_saved_value,
-    restore_state,
-    without_empty,
-    without_gaps,
-    without_trails,
-)
+from fusedoptim.step.state import restore_state, without_gaps, without_trails
 from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
@@ -203,6 +197,8 @@ class FusedOptimizer(UpdateDefinition):
             common = common_factor(grad_scale, own, self.max_grad_norm, self._clip_eps)
         if self._before_launch is not None:
             self._before_launch()
+        if self._plan.state_seen is None:
+            self.halves.begin_step(p for p in self.halves if p.grad is not None)
         commit.run(self._plan.all, common, state)
         for plan in self._plan.keeping:
             plan.release()
@@ -388,6 +384,8 @@ class FusedOptimizer(UpdateDefinition):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for p, saved, trail in self._to_restore:  # before torch's class takes the state over
+            if has_trail(saved):
+                self.halves.expect_values(p)
             restore_state(state["state"], p, saved, trail)
         super().__setstate__(state)
         if not hasattr(self, "_lock"):  # copied or unpickled
@@ -397,7 +395,7 @@ class FusedOptimizer(UpdateDefinition):
         self.halves.belong_to(self)
         for p, _, trail in self._to_restore:
             if trail is not None:
-                self.halves.keep(p, trail)
+                self.halves.hold(p, trail)
         self._forget_plans()
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:
@@ -417,12 +415,8 @@ class FusedOptimizer(UpdateDefinition):
         unsaved = self._unsaved_state()
 
         def as_saved(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            states = {key: as_saved_state(s, unsaved) for key, s in state_dict["state"].items()}
-            for p, i in zip(self._params(), _numbers(state_dict)):
-                trail = self.halves.before_first_step(p)
-                if trail is not None and TRAIL not in unsaved:
-                    states[i] = states.get(i, {}) | {TRAIL: as_saved_value(TRAIL, trail)}
-            state_dict["state"] = without_empty(states)
+            params = list(zip(_numbers(state_dict), self._params()))
+            state_dict["state"] = saved_states(self.halves, state_dict["state"], params, unsaved)
 
         with self._lock:  # torch iterates over the hooks, which another thread's call changes
             handle = self.register_state_dict_post_hook(as_saved, prepend=True)
@@ -458,9 +452,12 @@ class FusedOptimizer(UpdateDefinition):
             split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
             final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
             self._check_checkpoint(final)
-            self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in self._saved(final)]
+            saved = list(self._saved(final))
             # torch's class would cast the trails, and take each for the state of an earlier step.
             final["state"] = without_trails(final["state"])
+            if changes_nothing(self.halves, self.state, saved):
+                saved = list(self._saved(final))
+            self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in saved]
 
         with self._lock:  # torch iterates over the hooks, which another thread's load changes
             handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
@@ -474,7 +471,7 @@ class FusedOptimizer(UpdateDefinition):
         """The trail that a parameter will have once its ``saved`` state is loaded."""
         if not self.is_split(param):
             return None
-        if isinstance(saved, dict) and TRAIL in saved:
+        if has_trail(saved):
             trail: Tensor = saved[TRAIL].to(param.device, torch.int16, copy=True)
             return trail
         return self.halves.find(param)

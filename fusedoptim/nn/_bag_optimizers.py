@@ -62,7 +62,7 @@ class BagOptimizer(FusedOptimizer):
             if _SUM in own:
                 own[_SUM] = own[_SUM].contiguous()
         for weight in self.halves:
-            self.halves.keep(weight, self.halves.trail(weight).contiguous())
+            self.halves.hold(weight, self.halves.trail(weight).contiguous())
         self._note_trails()
 
     def _states(self) -> list[State]:
@@ -70,15 +70,15 @@ class BagOptimizer(FusedOptimizer):
         return [self.state[weight] for weight in self._params() if weight in self.state]
 
     def _note_trails(self) -> None:
-        """Note the lower halves, which are not in the state before the first update."""
+        """Note the lower halves, which SGD's state lacks before the first update."""
         self._trails = [self.halves.trail(weight) for weight in self._params() if self.split]
         self._awaits_update = bool(self._trails)
         """Whether tables may get other values, to which their lower halves do not belong."""
 
     def _show_trails(self) -> None:
         """Move the lower halves to the state, as the first step of other optimizers does."""
+        self.halves.begin_step(self._params())
         for weight, trail in zip(self._params(), self._trails):
-            self.halves.find(weight)  # it becomes zero if the table has got other values
             self.state[weight][TRAIL] = trail
         self.halves.settle(self._params())
         self._awaits_update = False

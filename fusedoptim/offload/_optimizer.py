@@ -15,7 +15,7 @@ from fusedoptim._locks import new_lock
 from fusedoptim.offload._bucket import Bucket, own_options
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
-from fusedoptim.split.halves import check_saved_halves, with_trails_of_frozen
+from fusedoptim.split.checkpoints import check_saved_halves, with_trails_of_frozen
 from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import CLIP_EPS, common_factor

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedoptim._torch_private import is_flattened
-from fusedoptim._warn import warn
 from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
 from fusedoptim.step.modes import check_not_traced, on_memory
@@ -163,9 +162,9 @@ def _zero(trail: Tensor | None) -> None:
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
-    The trails are in the optimizer's state. A parameter's trail goes there at its first step, with
-    the rest of its state: torch.distributed.checkpoint assumes that an optimizer with any state has
-    all of it, and torch's classes that a parameter with any state has taken a step.
+    The trails are in the optimizer's state. A parameter's trail goes there with the rest of its
+    state, which most classes make at its first step: torch.distributed.checkpoint assumes that an
+    optimizer with any state has all of it.
 
     A model whose state_dict has the exact values holds the Halves of its optimizer. If there is no
     optimizer, as in a copy of the model alone or once the optimizer is deleted, the Halves hold the
@@ -182,9 +181,10 @@ class Halves:
     def __init__(self, optimizer: Optimizer) -> None:
         self._trails: dict[Tensor, Tensor | None] = {}
         """The trail of each parameter; None once it is in the optimizer's state."""
-        self._versions: dict[Tensor, int] = {}
-        """The versions of parameters that have taken no step, when their trails were noted. Those
-        of a loaded checkpoint are not here: their upper halves may be loaded later."""
+        self._versions: dict[Tensor, int | None] = {}
+        """The versions of parameters that have taken no step, when their trails were noted; None
+        while one is written. Those of a loaded checkpoint are not here: their upper halves may be
+        loaded later."""
         self._state: MutableMapping[Tensor, Any] = {}
         """The optimizer's state."""
         self.belong_to(optimizer)
@@ -215,13 +215,16 @@ class Halves:
         return iter(list(self._trails))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (Halves,), ({p: self.find(p) for p in self}, self.in_model)
+        trails = {p: self.find(p) for p in self}
+        return object.__new__, (Halves,), (trails, self.in_model, list(self._versions))
 
-    def __setstate__(self, state: tuple[dict[Tensor, Tensor | None], bool]) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._optimizer = None
         self._state = {}
-        self._versions = {}
-        self._trails, self.in_model = state
+        self._trails, self.in_model, *noted = state  # version 0.1 noted none
+        self._versions = {p: None for params in noted for p in params}
+        for p in self._versions:
+            self.note_values(p)
 
     @on_memory
     def split(self, param: Tensor) -> None:
@@ -231,7 +234,7 @@ class Halves:
         """
         if is_dtensor(param):  # bfloat16: its local shard stays as it is
             zeros = new_state(local_of(param), torch.int16).zero_()
-            self.keep(param, like_param(zeros, param))
+            self.hold(param, like_param(zeros, param))
             return
         consume = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
@@ -243,8 +246,9 @@ class Halves:
                 halves = halves_of(values, consume)
             upper, trail = halves
             rounded = _converted_grad(param, torch.bfloat16)
-            self._trails[param] = trail  # not the state: Adagrad has some before the first step
+            self.hold(param, trail)
             _replace(param, upper, rounded)
+            self._versions[param] = None
             self.note_values(param)
         except BaseException:
             if consume and halves is not None:
@@ -254,19 +258,38 @@ class Halves:
             self.forget(param)
             raise
 
-    def keep(self, param: Tensor, trail: Tensor) -> None:
-        """Make ``trail`` the lower half of ``param``: in its state, if it has taken a step."""
+    def expect_values(self, param: Tensor) -> None:
+        """Leave the coming trail of ``param`` as it is when the upper half is written."""
+        self._versions.pop(param, None)
+
+    def hold(self, param: Tensor, trail: Tensor) -> None:
+        """Keep ``trail``, the lower half of ``param``: in its state, if it has any."""
         self._read_state()
         if self._state.get(param):
             self._state[param][TRAIL] = trail
         self._trails[param] = trail
-        self._versions.pop(param, None)
         self.find(param)
 
     def note_values(self, param: Tensor) -> None:
-        """Note that the trail of ``param`` belongs to its present values."""
-        if self.before_first_step(param) is not None and not param.is_inference():
+        """Note that the trail of ``param`` belongs to its present values, if it took no step."""
+        is_first = param in self._versions or self._trails.get(param) is not None
+        if is_first and not param.is_inference():
             self._versions[param] = param._version
+
+    def begin_step(self, params: Iterable[Tensor]) -> None:
+        """Make trails zero that belong to other values; the next writes are those of a step."""
+        for p in params:
+            self.find(p)
+            self._versions.pop(p, None)
+
+    def have(self, trails: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
+        """Whether parameters that have taken no step have these trails already."""
+        return all(
+            param in self._versions
+            and trail is not None
+            and torch.equal(self.trail(param), trail.to(param.device, torch.int16))
+            for param, trail in trails
+        )
 
     @on_memory
     def merge(self, param: Tensor) -> None:
@@ -329,8 +352,7 @@ class Halves:
         own = set(params)
         for p in self:
             if self.find(p) is None and p not in own and not self.in_model:
-                del self._trails[p]
-                self._versions.pop(p, None)
+                self.forget(p)
 
     def _read_state(self) -> None:
         """Find the state of the optimizer, which a user may have replaced."""
@@ -343,25 +365,20 @@ class Halves:
         self._read_state()
         trail: Tensor | None = self._state.get(param, {}).get(TRAIL)
         if trail is None:
-            self._drop_stale(param)
-            return self._trails.get(param)
-        if trail.dtype == torch.int32:  # ZeroRedundancyOptimizer loads what state_dict() saved
+            trail = self._trails.get(param)
+        elif trail.dtype == torch.int32:  # ZeroRedundancyOptimizer loads what state_dict() saved
             trail = like_param(local_of(trail).short(), trail)
             self._state[param][TRAIL] = trail
-        if param in self:
+        if param in self and TRAIL in self._state.get(param, {}):
             self._trails[param] = None
-            self._versions.pop(param, None)
+        known = self._versions.get(param)
+        if known is not None and known != param._version:  # something has written the upper half
+            _zero(trail)
+            self._versions[param] = param._version
         return trail
 
-    def _drop_stale(self, param: Tensor) -> None:
-        """Make the trail of ``param`` zero if something has written its upper half."""
-        known = self._versions.get(param)
-        if known is not None and known != param._version:
-            _zero(self._trails[param])
-            self._versions[param] = param._version
-
     def before_first_step(self, param: Tensor) -> Tensor | None:
-        """The trail of a parameter that has taken no step; None for any other."""
+        """The trail of a parameter without state; None for any other."""
         self.find(param)  # notes a trail that is in the state now
         return self._trails.get(param)
 
@@ -383,7 +400,8 @@ class Halves:
         """
         upper, lower = halves_of(values)
         self.trail(param).copy_(lower)
-        self._versions.pop(param, None)
+        if param in self._versions:
+            self._versions[param] = None
         return upper
 
 
@@ -391,69 +409,3 @@ LOST = (
     f"a split parameter has lost its lower half, the state {TRAIL!r}; load a state_dict that has "
     "it, or construct the optimizer again"
 )
-
-
-def with_trails_of_frozen(
-    optimizer: str, states: dict[Any, Any], params: Iterable[tuple[Any, Tensor]]
-) -> dict[Any, Any]:
-    """The states of a checkpoint, with trails of zeros for frozen parameters that have none there.
-
-    The functions of torch.distributed.checkpoint load no state of parameters that require no
-    gradient. The trail that such a parameter has may be the lower half of another weight.
-
-    Args:
-        optimizer: its name in the warning.
-        states: the states.
-        params: the key of each split parameter, its number or name, and the parameter.
-    """
-    if not any(map(_has_trail, states.values())):
-        return states
-    lost = {k: p for k, p in params if not p.requires_grad and not _has_trail(states.get(k))}
-    if lost:
-        warn(
-            f"{optimizer}: the checkpoint has no lower halves of the frozen parameters "
-            f"{', '.join(map(str, lost))}, which torch.distributed.checkpoint does not load; they "
-            "are zero now, and the exact values the bfloat16 ones",
-            UserWarning,
-        )
-    whole = dict(states)
-    for k, p in lost.items():
-        zeros = new_state(local_of(p), torch.int16).zero_()
-        whole[k] = states.get(k, {}) | {TRAIL: like_param(zeros, p)}
-    return whole
-
-
-def _has_trail(state: Any) -> bool:
-    return isinstance(state, dict) and TRAIL in state
-
-
-def check_saved_halves(optimizer: str, saved: Iterable[tuple[int, Tensor, dict[str, Any]]]) -> None:
-    """Raise unless a checkpoint has the trails of all split parameters, or of none.
-
-    Args:
-        optimizer: its name in errors.
-        saved: for each split parameter its number, itself, and its state in the checkpoint.
-    """
-    saved = list(saved)
-    if not any(TRAIL in state for _, _, state in saved):
-        return
-    for i, p, state in saved:
-        trail = state.get(TRAIL)
-        if trail is None:
-            raise ValueError(
-                f"{optimizer}: the checkpoint has lost the {TRAIL!r} of parameter {i} (shape "
-                f"{tuple(p.shape)}), the lower half of its values; load a whole checkpoint"
-            )
-        if trail.dtype.is_floating_point:
-            raise ValueError(
-                f"{optimizer}: the {TRAIL!r} of parameter {i} in the checkpoint is {trail.dtype}: "
-                "an optimizer of torch's has loaded and saved it, which rounds the lower halves. "
-                f"Remove {TRAIL!r} from each of the checkpoint's states to keep the lower halves "
-                "that the optimizer has, or load a checkpoint that this class has saved"
-            )
-        if trail.shape != p.shape or trail.dtype not in (torch.int16, torch.int32):
-            raise ValueError(
-                f"{optimizer}: the {TRAIL!r} of parameter {i} in the checkpoint is {trail.dtype} "
-                f"of shape {tuple(trail.shape)}, and the parameter's is torch.int16 of shape "
-                f"{tuple(p.shape)}; load the checkpoint of the same model"
-            )

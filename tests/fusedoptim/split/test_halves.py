@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -35,7 +37,24 @@ from tests.optimizer_cases import CASES, OptimizerCase, configuration_id
 each_whole_case = pytest.mark.parametrize(
     "case", [case for case in CASES if not case.is_split], ids=configuration_id
 )
+RELOADS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda optimizer: optimizer,
+    "state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()) or optimizer,
+    "state_dict among processes": lambda optimizer: _reloaded_among_processes(optimizer),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+}
 LAYOUTS = ("17", "1000", "channels_last", "transposed", "strided", "0-d", "empty")
+
+
+def _reloaded_among_processes(optimizer: Any) -> Any:
+    """Its state_dict has int32 copies of the lower halves there."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        distributed.destroy_process_group()
+    return optimizer
 
 
 def _pair(case: OptimizerCase, every: int = 2, steps: int = 0) -> SideBySide:
@@ -185,6 +204,23 @@ class TestCheckpoints:
         assert torch.equal(frozen.float(), loaded)
         assert all(map(torch.equal, others, rest))
 
+    @pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdamW, FusedSGD])
+    @pytest.mark.parametrize("is_flat", [False, True])
+    def test_of_torchs_functions(self, cls: Any, is_flat: bool) -> None:
+        """They load the state whose names the optimizer has; Adagrad has some from the start."""
+        options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+        model, loaded = nn.Linear(8, 5), nn.Linear(8, 5)
+        optimizer, other = (cls(m.parameters(), lr=0.01, split=True) for m in (model, loaded))
+        for _ in range(2):
+            step_alike(optimizer)
+        states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+        set_state_dict(
+            loaded, other, model_state_dict=states[0], optim_state_dict=states[1], options=options
+        )
+        assert all(map(torch.equal, other.master_params(), optimizer.master_params()))
+        step_alike(optimizer, other)
+        assert_same_bits(optimizer, other)
+
     def test_goes_on_as_before(self) -> None:
         optimizer, params = _trained()
         twins = [Parameter(p.detach().clone()) for p in params]
@@ -260,6 +296,54 @@ class TestWrittenFromOutside:
             p.grad = torch.ones_like(p)
         optimizer.step()
         assert all(map(torch.equal, optimizer.master_params(), (written.float(), kept)))
+
+    @pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdam, FusedSGD])
+    @pytest.mark.parametrize("reload", RELOADS)
+    def test_after_its_own_state_came_back(self, cls: Any, reload: str) -> None:
+        """Accelerate loads an optimizer's own state_dict; DDP then writes the upper halves."""
+        optimizer = cls([Parameter(torch.randn(50)) for _ in range(2)], lr=0.0, split=True)
+        kept = list(optimizer.master_params())[1]
+        optimizer = RELOADS[reload](optimizer)
+        params, written = params_of(optimizer), torch.randn(50).bfloat16()
+        with torch.no_grad():
+            params[0].copy_(written)
+        for _ in range(2):
+            assert all(map(torch.equal, optimizer.master_params(), (written.float(), kept)))
+            optimizer.load_state_dict(optimizer.state_dict())
+            step_alike(optimizer)
+
+    @pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdam, FusedSGD])
+    def test_before_a_load(self, cls: Any) -> None:
+        """A resumed training may load the model first."""
+        optimizer, loaded = (cls([Parameter(torch.randn(50))], split=True) for _ in range(2))
+        step_alike(optimizer)
+        with torch.no_grad():
+            params_of(loaded)[0].copy_(params_of(optimizer)[0])
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(map(torch.equal, loaded.master_params(), optimizer.master_params()))
+
+    def test_after_a_load_of_torchs_state(self) -> None:
+        theirs = torch.optim.Adam([torch.randn(50).bfloat16().requires_grad_()])
+        step_alike(theirs)
+        optimizer = FusedAdam([Parameter(torch.randn(50))], split=True)
+        optimizer.load_state_dict(theirs.state_dict())
+        (written,), (param,) = params_of(theirs), params_of(optimizer)
+        with torch.no_grad():
+            param.copy_(written)
+        assert torch.equal(next(optimizer.master_params()), written.float())
+
+    @pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdam, FusedSGD])
+    def test_steps_are_not_from_outside(self, cls: Any) -> None:
+        optimizer = cls([Parameter(torch.randn(50))], split=True)
+        step_alike(optimizer)
+        (trail,) = (optimizer.state[p]["trail"].clone() for p in params_of(optimizer))
+        optimizer = copy.deepcopy(optimizer)
+        (param,) = params_of(optimizer)
+        assert trail.any()
+        assert torch.equal(optimizer.state[param]["trail"], trail)
+        with torch.no_grad():
+            param.add_(1)
+        assert torch.equal(optimizer.halves.trail(param), trail)
 
     def test_after_a_load(self) -> None:
         """The upper halves may be loaded after the lower ones."""
