@@ -52,6 +52,7 @@ __all__ = [
     "is_zero_tensor",
     "keys_after_autograd",
     "local_tensor",
+    "mark_flattened",
     "profiler_enabled",
     "proxy_mode",
     "saved_tensors_hooks",
@@ -79,6 +80,7 @@ __all__ = [
 disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # torch does not export it
 """torch.optim's own decorator of its steps; torch.compiler.disable would import all of dynamo."""
 
+_FLATTENED = "_fsdp_flattened"
 _UNTRACED: dict[Any, Any] = {
     method: getattr(method, "__wrapped__", method)
     for method in (
@@ -231,7 +233,12 @@ def active_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
 
 def is_flattened(param: torch.Tensor) -> bool:
     """Whether a parameter is this process's piece of a FullyShardedDataParallel flat parameter."""
-    return getattr(param, "_fsdp_flattened", False)
+    return getattr(param, _FLATTENED, False)
+
+
+def mark_flattened(copy: torch.Tensor) -> None:
+    """Make :func:`is_flattened` true for the copy of such a parameter."""
+    setattr(copy, _FLATTENED, True)
 
 
 def is_forward_mode() -> bool:

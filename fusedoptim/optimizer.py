@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fusedoptim._locks import new_lock
+from fusedoptim._locks import between_steps, new_lock, refuse_nested
 from fusedoptim._torch_private import BypassModes, count_modes, transform_level, without_dynamo
 from fusedoptim.allocator import check_not_forked, is_forked
 from fusedoptim.split.checkpoints import (
@@ -74,6 +74,8 @@ class FusedOptimizer(UpdateDefinition):
     """While a checkpoint is loaded: each parameter, its state there, and its coming trail."""
     _before_launch: Callable[[], None] | None = None
     """What a subclass does once all checks have passed, before anything is launched."""
+    _is_between_steps = False
+    """Whether a thread holds the lock, but not for a step."""
     _plan: StepPlan
 
     def __init__(
@@ -148,11 +150,8 @@ class FusedOptimizer(UpdateDefinition):
                 loss = closure()
         if is_forked():  # before the lock, which a thread of the parent may have held
             check_not_forked()  # raises
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
-            raise RuntimeError(
-                f"{type(self).__name__}: step() was called in the middle of a step or a load of "
-                "the same optimizer, as by a signal handler; call it when that has returned"
-            )
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # is_held() is one more call
+            refuse_nested(self, "step")
         with self._lock:
             is_taken = False
             try:
@@ -418,7 +417,8 @@ class FusedOptimizer(UpdateDefinition):
             params = list(zip(_numbers(state_dict), self._params()))
             state_dict["state"] = saved_states(self.halves, state_dict["state"], params, unsaved)
 
-        with self._lock:  # torch iterates over the hooks, which another thread's call changes
+        # The lock, as torch iterates over the hooks, which another thread's call changes.
+        with between_steps(self, "state_dict"):
             handle = self.register_state_dict_post_hook(as_saved, prepend=True)
             try:
                 state_dict: dict[str, Any] = without_dynamo(super().state_dict)()
@@ -459,7 +459,7 @@ class FusedOptimizer(UpdateDefinition):
                 saved = list(self._saved(final))
             self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in saved]
 
-        with self._lock:  # torch iterates over the hooks, which another thread's load changes
+        with between_steps(self, "load_state_dict"):  # torch iterates over the hooks here too
             handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
             try:
                 without_dynamo(super().load_state_dict)(state_dict)

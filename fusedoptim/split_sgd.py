@@ -56,7 +56,8 @@ class SplitSGD(FusedSGD):
         [torch.float32, torch.float32]
 
     A state_dict of torch.optim.SGD loads exactly, and leaves the trails unchanged. Writing to a
-    parameter by other means changes only its upper half.
+    parameter by other means changes only its upper half; before its first step, the trail, which
+    belongs to other values, becomes zero.
 
     Source: the split of IPEX's ``split_master_weight_for_bf16``.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from fusedoptim._torch_private import is_flattened, mark_flattened
 from fusedoptim.offload._link import Link, views
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.split.hooks import check_no_hooks
@@ -52,6 +53,9 @@ class Bucket:
         """The group that the parameters are in; None if it was removed."""
         self.params = params
         self.host = [Parameter(_on_host(p)) for p in params]
+        for p, h in zip(params, self.host):
+            if is_flattened(p):
+                mark_flattened(h)  # for the optimizer, which may need norms of whole parameters
         self.optimizer = make([{"params": self.host, **options}])
         converted = [p for p, h in zip(params, self.host) if p.dtype != h.dtype]
         check_no_hooks("OffloadOptimizer", converted)  # before any of them is converted
@@ -138,6 +142,7 @@ class Bucket:
         Raises:
             RuntimeError: a parameter is no longer on its first device, or has another dtype or
                 shape.
+            TypeError: a gradient has another dtype than its parameter.
         """
         self._arrived.clear()
         self._count_trained()
@@ -150,7 +155,14 @@ class Bucket:
                 h.grad = None
                 continue
             self._with_grad.append(i)
+            if grad.dtype != p.dtype:
+                raise TypeError(
+                    f"OffloadOptimizer: the gradient of a parameter of shape {tuple(p.shape)} is "
+                    f"{grad.dtype}, and the parameter {p.dtype}; convert it, or leave p.grad_dtype "
+                    "as it was"
+                )
             if not _is_strided(grad):
+                self._drop_fetched([i])
                 h.grad = grad.detach().to("cpu", copy=True)
             elif fetched is None or fetched[0] is not grad or fetched[1] != grad._version:
                 stale.append(i)
@@ -203,8 +215,8 @@ class Bucket:
             if grad is not None:
                 yield grad.detach()
 
-    def check_numbers(self, owner: str, numbers: Group) -> None:
-        """Raise if a number among the group's options is one that the optimizer cannot take.
+    def check_options(self, owner: str, numbers: Group) -> None:
+        """Raise if one of the group's options is one that the optimizer cannot take.
 
         Args:
             owner: the optimizer's name in errors.
@@ -215,8 +227,10 @@ class Bucket:
         largest = math.inf
         if not isinstance(self.optimizer, FusedOptimizer):  # a user's class may take None
             options = {name: value for name, value in options.items() if value is not None}
-        elif (known := PARAM_DTYPES.get(self._weights.dtype)) is not None:
-            largest = torch.finfo(known.arithmetic).max
+        else:
+            self.optimizer._check_options({**own_options(group), "params": self.host})
+            if (known := PARAM_DTYPES.get(self._weights.dtype)) is not None:
+                largest = torch.finfo(known.arithmetic).max
         check_numbers(owner, options, numbers, largest)
 
     def update(self, grad_scale: Tensor | None) -> None:

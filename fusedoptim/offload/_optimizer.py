@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fusedoptim._locks import new_lock
+from fusedoptim._locks import between_steps, is_held, new_lock, refuse_nested
 from fusedoptim.offload._bucket import Bucket, own_options
+from fusedoptim.offload._checkpoints import load_states, with_states
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
-from fusedoptim.split.checkpoints import check_saved_halves, with_trails_of_frozen
 from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
+from fusedoptim.step.plan import PIECES
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
+from fusedoptim.step.sharding import is_piece
 from fusedoptim.step.tensors import Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
@@ -75,6 +77,8 @@ class OffloadOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True
     """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+    _is_between_steps = False
+    """Whether a thread holds the lock, but not for a step."""
 
     def __init__(
         self,
@@ -106,8 +110,11 @@ class OffloadOptimizer(Optimizer):
         # Has the defaults, and raises for wrong arguments before any parameter is copied. It has no
         # parameter, as classes refuse some dtypes and shapes.
         defaults = self._make([{"params": []}]).defaults
+        self._is_complete = False
         super().__init__(params, defaults)
-        self.register_state_dict_post_hook(_with_states)
+        self._begin(self._buckets)  # once all groups are accepted
+        self._is_complete = True
+        self.register_state_dict_post_hook(with_states)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
@@ -150,14 +157,19 @@ class OffloadOptimizer(Optimizer):
             del self.param_groups[number:]
             raise
         for bucket in new:
-            bucket.attach()
             bucket.group = group
             # Of a removed group whose parameters have changed: what the user has not deleted.
             left = {p: self.state[p] for p in bucket.params if self.state.get(p)}
             bucket.take_states(dict(bucket.states()) | left)
-            self._register(bucket)
+        if self._is_complete:
+            self._begin(new)
         self._buckets = kept + new
         self._show_states()
+
+    def _begin(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.attach()
+            self._register(bucket)
 
     def _cut(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
         """The parameters of each bucket."""
@@ -239,6 +251,8 @@ class OffloadOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if is_held(self._lock):
+            refuse_nested(self, "step")
         with self._lock:
             self._update()
         return loss
@@ -255,7 +269,7 @@ class OffloadOptimizer(Optimizer):
         if not self.copy_in_backward or (found_inf is not None and grad_scale is None):
             self._distrust_copies()
         self._find_groups()
-        self._check_numbers()
+        self._check_all_options()
         self._take_states()
         # Backward reaches the last parameters first.
         active = [b for b in reversed(self._buckets) if b.group is not None and b.prepare()]
@@ -298,13 +312,13 @@ class OffloadOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         self._distrust_copies()  # which would keep gradients that no step has used
 
-    def _check_numbers(self) -> None:
-        """Raise if a number is wrong, which a bucket might notice only after others are updated."""
+    def _check_all_options(self) -> None:
+        """Raise if an option is wrong, before a bucket is updated."""
         check_norm(self.max_grad_norm)
         numbers = {name: value for name, value in self.defaults.items() if _is_number(value)}
         kinds = {(id(bucket.group), bucket.host[0].dtype): bucket for bucket in self._buckets}
         for bucket in kinds.values():
-            bucket.check_numbers(type(self).__name__, numbers)
+            bucket.check_options(type(self).__name__, numbers)
 
     def _divisor(self, active: list[Bucket], grad_scale: Tensor | None) -> Tensor | None:
         """What gradients are divided by to unscale them, and to clip their norm."""
@@ -312,6 +326,8 @@ class OffloadOptimizer(Optimizer):
             grad_scale = grad_scale.detach().to("cpu").reshape(())
         if self.max_grad_norm is None or not active:
             return grad_scale
+        if any(map(is_piece, (p for bucket in active for p in bucket.params))):
+            raise RuntimeError(f"{type(self).__name__}: max_grad_norm {PIECES}")
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for bucket in active:
             for grad in bucket.grads:
@@ -341,16 +357,23 @@ class OffloadOptimizer(Optimizer):
                 bucket.take_states(self.state)
             self._show_states()
 
+    def _take_weights(self) -> None:
+        """Take weights that others have written: lower halves belong to the upper ones."""
+        for bucket in self._buckets:
+            if bucket.group is not None and bucket.fits:
+                bucket.take_weights()
+
     def _count_states(self) -> int:
         """For how many parameters the host has state."""
         return sum(len(bucket.optimizer.state) for bucket in self._buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of ``optimizer_class`` for these groups, with all state on the host."""
-        with self._lock:
+        with between_steps(self, "state_dict"):
             self._find_groups()
             self._take_states()
-            return super().state_dict()  # _with_states adds the state
+            self._take_weights()
+            return super().state_dict()  # with_states adds the state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, or any that ``optimizer_class`` can load.
@@ -362,11 +385,12 @@ class OffloadOptimizer(Optimizer):
             ValueError: it does not fit the groups, or has lost some lower halves of split weights.
                 Nothing was changed then.
         """
-        with self._lock:
+        with between_steps(self, "load_state_dict"):
             self._find_groups()
+            self._take_weights()
             before = {"state": self.state, "param_groups": self.param_groups}
             on_host = [(bucket.optimizer, bucket.contents()) for bucket in self._buckets]
-            handle = self.register_load_state_dict_pre_hook(_load_states)  # the last to run
+            handle = self.register_load_state_dict_pre_hook(load_states)  # the last to run
             try:
                 super().load_state_dict(state_dict)
             except BaseException:
@@ -426,59 +450,6 @@ class OffloadOptimizer(Optimizer):
             "OffloadOptimizer cannot be copied or pickled, as its hooks are on the parameters; "
             "construct one for the copied model, and load the state_dict of this one"
         )
-
-
-def _with_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put the state that the host has into a state_dict."""
-    assert isinstance(optimizer, OffloadOptimizer)
-    states = {}
-    for bucket, numbers, _ in _numbered(optimizer, state_dict):
-        own = bucket.optimizer.state_dict()["state"]
-        states.update({numbers[i]: state for i, state in own.items()})
-    state_dict["state"] = dict(sorted(states.items())) | _others(state_dict)
-
-
-def _load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Load the state on the host; return the part of the device's groups."""
-    assert isinstance(optimizer, OffloadOptimizer)
-    groups, saved = optimizer.param_groups, state_dict["param_groups"]
-    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
-        return state_dict  # torch raises
-    numbered = list(_numbered(optimizer, state_dict))
-    split = [
-        (number, p)
-        for bucket, numbers, _ in numbered
-        for number, p, h in zip(numbers, bucket.params, bucket.host)
-        if bucket.is_split(h)
-    ]
-    name = type(optimizer).__name__
-    state = with_trails_of_frozen(name, state_dict["state"], split)
-    check_saved_halves(name, [(i, p, state.get(i, {})) for i, p in split])
-    for bucket, numbers, saved_group in numbered:
-        own = {i: state[number] for i, number in enumerate(numbers) if number in state}
-        group = own_options(saved_group) | {"params": list(range(len(numbers)))}
-        bucket.optimizer.load_state_dict({"state": own, "param_groups": [group]})
-    return {**state_dict, "state": _others(state_dict)}
-
-
-def _others(state_dict: dict[str, Any]) -> dict[Any, Any]:
-    """What users keep in the state that is not of a parameter."""
-    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-    return {key: value for key, value in state_dict["state"].items() if key not in numbers}
-
-
-def _numbered(
-    optimizer: OffloadOptimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Bucket, list[Any], Group]]:
-    """Each bucket with what a state_dict calls its parameters, and their group there."""
-    found = {
-        p: (number, saved)
-        for group, saved in zip(optimizer.param_groups, state_dict["param_groups"])
-        for p, number in zip(group["params"], saved["params"])
-    }
-    for bucket in optimizer._buckets:
-        if bucket.group is not None:
-            yield bucket, [found[p][0] for p in bucket.params], found[bucket.params[0]][1]
 
 
 def _is_number(default: Any) -> bool:

@@ -173,7 +173,7 @@ def update_order(params: Sequence[Tensor]) -> list[int]:
 
 def _byte_range(param: Tensor) -> tuple[int, int]:
     start = param.data_ptr()
-    if param.numel() == 0:
+    if param.numel() == 0 or param.is_meta:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride()))
     return start, start + (last + 1) * param.element_size()

@@ -286,6 +286,12 @@ def test_is_flattened(mesh: DeviceMesh) -> None:
     assert not _torch_private.is_flattened(Parameter(torch.ones(1)))
 
 
+def test_mark_flattened() -> None:
+    copy = Parameter(torch.ones(1))
+    _torch_private.mark_flattened(copy)
+    assert _torch_private.is_flattened(copy)
+
+
 def test_is_forward_mode() -> None:
     assert not _torch_private.is_forward_mode()
     with torch.autograd.forward_ad.dual_level():

@@ -7,11 +7,13 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, load, save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -220,6 +222,28 @@ class TestCheckpoints:
         assert all(map(torch.equal, other.master_params(), optimizer.master_params()))
         step_alike(optimizer, other)
         assert_same_bits(optimizer, other)
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # as intended
+    def test_of_torchs_files(self, tmp_path: Path) -> None:
+        """A file that torch.distributed.checkpoint wrote for torch's class has no lower halves."""
+        model, loaded = (nn.Linear(4, 3).bfloat16() for _ in range(2))
+        theirs = torch.optim.AdamW(model.parameters())
+        step_alike(theirs)
+        weights, state = get_state_dict(model, theirs)
+        save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+        optimizer = FusedAdamW(loaded.parameters(), split=True)
+        weights, state = get_state_dict(loaded, optimizer)
+        load(
+            {"model": weights, "optimizer": state},
+            checkpoint_id=tmp_path,
+            planner=DefaultLoadPlanner(allow_partial_load=True),
+            no_dist=True,
+        )
+        set_state_dict(loaded, optimizer, model_state_dict=weights, optim_state_dict=state)
+        exact = [p.float() for p in model.parameters()]
+        assert all(map(torch.equal, optimizer.master_params(), exact))
+        for p, q in zip(model.parameters(), loaded.parameters()):
+            assert torch.equal(optimizer.state[q]["exp_avg"], theirs.state[p]["exp_avg"].float())
 
     def test_goes_on_as_before(self) -> None:
         optimizer, params = _trained()
