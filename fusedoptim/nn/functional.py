@@ -25,6 +25,8 @@ __all__ = [
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
 """From this many logits on, a kernel is quicker than torch, although its launch costs time."""
+MIN_CLASSES = 256
+"""From this many classes on: a kernel's work-group walks one row, and short ones leave it idle."""
 MIN_ACTIVATED = 1 << 17
 """From this many elements on, GELU's kernel is quicker than torch."""
 
@@ -66,9 +68,9 @@ def cross_entropy(
 
     Some calls go to torch's own function: those with class weights, with probabilities as targets,
     with inputs of more than two dimensions, inside a ``torch.func`` transform or forward-mode
-    differentiation, and with fewer than a million logits, for which a launch costs more than the
-    kernel gains. As no probabilities are kept, the logits must stay unchanged until the backward
-    pass, which otherwise raises.
+    differentiation, and with fewer than a million logits or 256 classes, for which the launch and
+    its short rows cost more than the kernel gains. As no probabilities are kept, the logits must
+    stay unchanged until the backward pass, which otherwise raises.
 
     Args:
         input: the logits x, (N, C) or (C,).
@@ -98,7 +100,8 @@ def cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None
     are_tensors = isinstance(input, Tensor) and isinstance(target, Tensor)
     has_classes = are_tensors and target.dtype == torch.int64 and target.shape == input.shape[:-1]
-    is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
+    is_fused = is_plain and has_classes and input.dim() in (1, 2)
+    is_fused = is_fused and input.numel() >= MIN_FUSED and input.shape[-1] >= MIN_CLASSES
     is_fused = is_fused and isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
     if not (is_fused and reduction in _REDUCTIONS and is_ours(input)):  # torch's errors are plain
         return torch.nn.functional.cross_entropy(
