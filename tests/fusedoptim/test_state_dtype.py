@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -169,6 +170,53 @@ def test_a_gradient_that_is_not_finite(state_dtype: Any, bad: float) -> None:
             assert found.isnan() if state_dtype == "float8" else not found < 1e38
     p, q = (params_of(o)[0] for o in pair)
     assert_same_values(p[others], q[others])
+
+
+@each_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_moments_that_a_user_sets_are_values(state_dtype: Any, dtype: torch.dtype) -> None:
+    """They are saved, and the next step takes them, as those of a checkpoint."""
+    (p,), (q,) = vectors([1000]), vectors([1000])
+    pair = [FusedAdamW([each], lr=0.1, state_dtype=state_dtype) for each in (p, q)]
+    for optimizer in pair:
+        run(optimizer, range(2))
+    value = torch.linspace(-2, 2, 1000).to(dtype)
+    pair[0].state[p]["exp_avg"] = value
+    assert torch.equal(pair[0].state_dict()["state"][0]["exp_avg"].float(), value.float())
+    checkpoint = pair[1].state_dict()
+    checkpoint["state"][0]["exp_avg"] = value.float()
+    pair[1].load_state_dict(checkpoint)
+    for optimizer in pair:
+        run(optimizer, range(2, 4))
+    assert_equal(*pair)
+
+
+def test_codes_without_scales() -> None:
+    (p,) = vectors([1000])
+    optimizer = FusedAdamW([p], state_dtype="float8")
+    run(optimizer, range(1))
+    before = p.detach().clone()
+    for name in MOMENTS:
+        scales = optimizer.state[p].pop(f"{name}_scale")
+        with pytest.raises(ValueError, match=f"the state '{name}' of .* without '{name}_scale'"):
+            run(optimizer, range(1, 2))
+        optimizer.state[p][f"{name}_scale"] = scales
+    assert torch.equal(p, before)
+
+
+@each_dtype
+def test_a_pickled_optimizer(state_dtype: Any) -> None:
+    """An optimizer is pickled whole, as multiprocessing and torch.save do it."""
+    optimizer = FusedAdamW(vectors(SIZES), state_dtype=state_dtype)
+    run(optimizer, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    copies = [pickle.loads(pickle.dumps(optimizer)), torch.load(file, weights_only=False)]
+    for each in (optimizer, *copies):
+        run(each, range(3, 5))
+    for each in copies:
+        assert_equal(optimizer, each)
 
 
 def test_bytes() -> None:
