@@ -40,7 +40,10 @@ def is_ours(tensor: Tensor) -> bool:
     """Whether an operator accepts the tensor.
 
     torch has no rules for a library's operators in ``torch.func`` and forward-mode differentiation.
+    torch.fx may trace torch's function instead, with all arguments as they are given.
     """
+    if isinstance(tensor, torch.fx.Proxy):
+        return False
     if not torch.compiler.is_compiling() and (transform_level() is not None or is_forward_mode()):
         return False
     return is_served(tensor)
@@ -129,8 +132,8 @@ def dropout(
 
     Args:
         input: a tensor of any shape. Where no kernel serves it (a device that is neither a CPU nor
-            an Intel GPU, a nested tensor, inside a ``torch.func`` transform or forward-mode
-            differentiation), torch's own dropout does.
+            an Intel GPU, a nested tensor, inside a ``torch.func`` transform, forward-mode
+            differentiation or a trace by ``torch.fx``), torch's own dropout does.
         p: the probability of zeroing an element.
         training: whether to do anything at all.
         inplace: whether the result also replaces the values of ``input``.
@@ -241,7 +244,7 @@ def gelu(
 
     Semantics: ``torch.nn.functional.gelu`` of torch 2.13.
     """
-    if approximate == "tanh" and input.numel() >= MIN_ACTIVATED and is_ours(input):
+    if approximate == "tanh" and is_ours(input) and input.numel() >= MIN_ACTIVATED:
         return ops.gelu_tanh(input)
     return torch.nn.functional.gelu(input, approximate=approximate)
 
@@ -298,7 +301,7 @@ def scaled_dot_product_attention(
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of torch 2.13.
     """
     q, k, v, mask = query, key, value, attn_mask
-    is_dropped = 0 < dropout_p <= 1 and q.device.type == "cpu"
+    is_dropped = 0 < dropout_p <= 1 and is_ours(q) and q.device.type == "cpu"
     if is_dropped:
         q, k, v = autocast(q), autocast(k), autocast(v)
         mask = None if mask is None else autocast(mask)
