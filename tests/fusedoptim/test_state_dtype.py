@@ -249,6 +249,20 @@ class TestRefused:
         assert_same_values(params_of(optimizer)[0].detach(), before)
 
     @each_dtype
+    def test_amsgrad_of_a_checkpoint(self, cls: Any, state_dtype: Any) -> None:
+        given = cls(vectors([3], seed=1), lr=0.5, amsgrad=True)
+        run(given, range(2))
+        ours, twin = (cls(vectors([3]), state_dtype=state_dtype) for _ in range(2))
+        for optimizer in (ours, twin):
+            run(optimizer, range(1))
+        with pytest.raises(ValueError, match="with amsgrad=True, which the checkpoint has"):
+            ours.load_state_dict(given.state_dict())
+        assert not ours.param_groups[0]["amsgrad"]
+        for optimizer in (ours, twin):
+            run(optimizer, range(1, 3))
+        assert_equal(ours, twin)
+
+    @each_dtype
     @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
     def test_dtypes_of_parameters(self, cls: Any, state_dtype: Any, dtype: torch.dtype) -> None:
         wide = Parameter(torch.zeros(3, dtype=dtype))
