@@ -157,7 +157,9 @@ class FusedAdam(_Adam, torch.optim.Adam):
         state_dtype: the dtype of :math:`m` and :math:`v`, for parameters of at most 32 bits:
             torch.float32, torch.bfloat16, or "float8" (8-bit floating point with a scale for each
             block). The latter two are rounded stochastically. They allow neither ``amsgrad`` nor
-            float64 or complex parameters.
+            float64 or complex parameters. With "float8", a moment of 2 to the 126 or more becomes
+            NaN, and its weight in the next step: by a gradient from about 3e20 on, if
+            :math:`\beta_2` is 0.999.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
@@ -249,7 +251,9 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         state_dtype: the dtype of :math:`m` and :math:`v`, for parameters of at most 32 bits:
             torch.float32, torch.bfloat16, or "float8" (8-bit floating point with a scale for each
             block). The latter two are rounded stochastically. They allow neither ``amsgrad`` nor
-            float64 or complex parameters.
+            float64 or complex parameters. With "float8", a moment of 2 to the 126 or more becomes
+            NaN, and its weight in the next step: by a gradient from about 3e20 on, if
+            :math:`\beta_2` is 0.999.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.

@@ -219,6 +219,19 @@ def test_a_pickled_optimizer(state_dtype: Any) -> None:
         assert_equal(optimizer, each)
 
 
+@pytest.mark.parametrize(("gradient", "is_finite"), [(2.9e20, True), (2.95e20, False)])
+def test_the_largest_gradient_in_8_bits(gradient: float, is_finite: bool) -> None:
+    """The pages name it: its second moment is just below 2 to the 126."""
+    p = Parameter(torch.ones(100))
+    optimizer = FusedAdamW([p], state_dtype="float8")
+    for _ in range(2):
+        p.grad = torch.ones(100)
+        p.grad[7] = gradient
+        optimizer.step()
+        gradient = 1.0
+    assert p.isfinite().tolist() == [is_finite or i != 7 for i in range(100)]
+
+
 def test_bytes() -> None:
     """8-bit state takes at most 2.1 bytes a weight."""
     p = Parameter(torch.zeros(1 << 20))
