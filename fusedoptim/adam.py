@@ -64,14 +64,24 @@ class _Adam(FusedOptimizer):
         super()._check_options(group)
         if self.state_dtype == torch.float32:
             return
+        self._check_amsgrad(group, "amsgrad=True")
         what = f"{type(self).__name__}: state_dtype={self.state_dtype!r}"
-        if group["amsgrad"]:
-            raise ValueError(
-                f"{what} cannot be combined with amsgrad=True, because each rounding could raise "
-                "its maximum; use state_dtype=torch.float32"
-            )
         if isinstance(group["params"], list):  # not a generator, before torch has read it
             self._check_param_dtypes(what, group["params"])
+
+    def _check_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        super()._check_checkpoint(state_dict)
+        for group in state_dict["param_groups"]:
+            self._check_amsgrad(group, "amsgrad=True, which the checkpoint has")
+
+    def _check_amsgrad(self, group: Group, what: str) -> None:
+        """Raise if ``group`` has amsgrad, called ``what`` in the error, and state is rounded."""
+        if self.state_dtype != torch.float32 and group.get("amsgrad"):
+            raise ValueError(
+                f"{type(self).__name__}: state_dtype={self.state_dtype!r} cannot be combined with "
+                f"{what}, because each rounding could raise its maximum; use "
+                "state_dtype=torch.float32"
+            )
 
     def _check_param_dtypes(self, what: str, params: list[Any]) -> None:
         for dtype in {p.dtype for p in params if isinstance(p, Tensor)}:
@@ -147,7 +157,9 @@ class FusedAdam(_Adam, torch.optim.Adam):
         state_dtype: the dtype of :math:`m` and :math:`v`, for parameters of at most 32 bits:
             torch.float32, torch.bfloat16, or "float8" (8-bit floating point with a scale for each
             block). The latter two are rounded stochastically. They allow neither ``amsgrad`` nor
-            float64 or complex parameters.
+            float64 or complex parameters. With "float8", a moment of 2 to the 126 or more becomes
+            NaN, and its weight in the next step: by a gradient from about 3e20 on, if
+            :math:`\beta_2` is 0.999.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.
@@ -239,7 +251,9 @@ class FusedAdamW(_Adam, torch.optim.AdamW):
         state_dtype: the dtype of :math:`m` and :math:`v`, for parameters of at most 32 bits:
             torch.float32, torch.bfloat16, or "float8" (8-bit floating point with a scale for each
             block). The latter two are rounded stochastically. They allow neither ``amsgrad`` nor
-            float64 or complex parameters.
+            float64 or complex parameters. With "float8", a moment of 2 to the 126 or more becomes
+            NaN, and its weight in the next step: by a gradient from about 3e20 on, if
+            :math:`\beta_2` is 0.999.
 
     Raises:
         ValueError: a hyper-parameter out of range, or a ``state_dtype`` that is not offered.

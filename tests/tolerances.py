@@ -284,7 +284,8 @@ def cross_entropy_errors(
 
     of_class = logits.gather(1, target[:, None])
     loss = (largest - of_class).abs() + log_total
-    spread = smoothing * (of_class.abs() + (sums + 2) * logits.abs().mean(1, keepdim=True))
+    mean = (largest - logits).mean(1, keepdim=True)
+    spread = smoothing * (log_total + (sums + 2) * mean)
     loss_error = off + u * (3 * loss + 4 * spread)
 
     log_sum = largest + log_total

@@ -57,19 +57,19 @@ def cross_entropy(
         largest = larger(logits[start + lane()], largest)
     largest = group_max(largest)
 
-    total = of_logits = real(0)
+    total = distances = real(0)  # distances from the largest, so an offset of all costs no bits
     start = 0
     while start <= whole:
-        x = logits[start + lane()]
-        total += math.exp(x - largest)
-        of_logits += x
+        x = logits[start + lane()] - largest
+        total += math.exp(x)
+        distances += x
         start += lanes()
     if start + lane() < length:
-        x = logits[start + lane()]
-        total += math.exp(x - largest)
-        of_logits += x
+        x = logits[start + lane()] - largest
+        total += math.exp(x)
+        distances += x
     log_total = math.log(group_sum(total))
-    of_logits = group_sum(of_logits)
+    distances = group_sum(distances)
 
     if lane() == 0:
         log_sum[0] = largest + log_total
@@ -80,8 +80,8 @@ def cross_entropy(
         else:
             value = largest - logits[target] + log_total
             if smoothing != 0:
-                mean = of_logits / real(length)
-                value += smoothing * (logits[target] - mean)
+                uniform = log_total - distances / real(length)
+                value = (real(1) - smoothing) * value + smoothing * uniform
             loss[0] = value
 
 

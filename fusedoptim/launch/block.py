@@ -82,6 +82,8 @@ class LaunchBlock:
         self._memory = default_pool(kernel.queue, "host").allocate(
             head + self.rows * columns * WORD
         )
+        self.nbytes = self._memory.nbytes
+        """Its bytes of memory."""
         # Not memoryview(memory): Python 3.11 loses an interrupt that arrives inside it.
         in_c = (ctypes.c_char * self._memory.nbytes).from_address(self._memory.address)
         self._bytes = memoryview(in_c).cast("B")

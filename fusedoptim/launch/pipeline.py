@@ -87,6 +87,8 @@ class Pipeline:
                 ]
                 for column, found in self._few_words.items()
             }
+        self.nbytes = sum(block.nbytes for block in self._blocks)
+        """Bytes of memory of its launch blocks."""
         self.stages: list[Stage] = [block for block in self._blocks if block.rows]
         """What is submitted, in order."""
         self.summing = int(bool(self._blocks[0].rows))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedoptim.nn import functional
 from fusedoptim.nn._scripting import refuse_script
+from fusedoptim.nn._tracing import traced_call
 
 __all__ = ["GELU"]
 
@@ -37,4 +38,7 @@ class GELU(torch.nn.GELU):
         Args:
             input: a tensor of any shape.
         """
+        traced: Tensor | None = traced_call(self, input)
+        if traced is not None:
+            return traced
         return functional.gelu(input, approximate=self.approximate)

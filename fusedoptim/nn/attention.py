@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedoptim.nn import functional
 from fusedoptim.nn._scripting import refuse_script
+from fusedoptim.nn._tracing import traced_call
 
 __all__ = ["MultiheadAttention"]
 
@@ -74,20 +75,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             average_attn_weights: whether the weights are averaged over the heads.
             is_causal: whether attn_mask is that of causal attention.
         """
+        masks = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        traced: tuple[Tensor, Tensor | None] | None = traced_call(self, query, key, value, *masks)
+        if traced is not None:
+            return traced
         if not (
             self._is_served(query, key, value)
             and self._are_masks(query, key, key_padding_mask, attn_mask, is_causal)
         ):
-            return super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            return super().forward(query, key, value, *masks)
         if is_causal and key_padding_mask is None and not need_weights:
             attn_mask = None
         else:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedoptim.nn import functional
 from fusedoptim.nn._scripting import refuse_script
+from fusedoptim.nn._tracing import traced_call
 
 __all__ = ["AlphaDropout", "Dropout"]
 
@@ -42,6 +43,9 @@ class Dropout(torch.nn.Dropout):
         Args:
             input: a tensor of any shape.
         """
+        traced: Tensor | None = traced_call(self, input)
+        if traced is not None:
+            return traced
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
@@ -73,4 +77,7 @@ class AlphaDropout(torch.nn.AlphaDropout):
         Args:
             input: a tensor of any shape.
         """
+        traced: Tensor | None = traced_call(self, input)
+        if traced is not None:
+            return traced
         return functional.alpha_dropout(input, self.p, self.training)

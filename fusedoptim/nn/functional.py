@@ -25,6 +25,8 @@ __all__ = [
 _REDUCTIONS = ("none", "mean", "sum")
 MIN_FUSED = 1 << 20
 """From this many logits on, a kernel is quicker than torch, although its launch costs time."""
+MIN_CLASSES = 256
+"""From this many classes on: a kernel's work-group walks one row, and short ones leave it idle."""
 MIN_ACTIVATED = 1 << 17
 """From this many elements on, GELU's kernel is quicker than torch."""
 
@@ -38,7 +40,10 @@ def is_ours(tensor: Tensor) -> bool:
     """Whether an operator accepts the tensor.
 
     torch has no rules for a library's operators in ``torch.func`` and forward-mode differentiation.
+    torch.fx may trace torch's function instead, with all arguments as they are given.
     """
+    if isinstance(tensor, torch.fx.Proxy):
+        return False
     if not torch.compiler.is_compiling() and (transform_level() is not None or is_forward_mode()):
         return False
     return is_served(tensor)
@@ -66,9 +71,9 @@ def cross_entropy(
 
     Some calls go to torch's own function: those with class weights, with probabilities as targets,
     with inputs of more than two dimensions, inside a ``torch.func`` transform or forward-mode
-    differentiation, and with fewer than a million logits, for which a launch costs more than the
-    kernel gains. As no probabilities are kept, the logits must stay unchanged until the backward
-    pass, which otherwise raises.
+    differentiation, and with fewer than a million logits or 256 classes, for which the launch and
+    its short rows cost more than the kernel gains. As no probabilities are kept, the logits must
+    stay unchanged until the backward pass, which otherwise raises.
 
     Args:
         input: the logits x, (N, C) or (C,).
@@ -98,7 +103,8 @@ def cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None
     are_tensors = isinstance(input, Tensor) and isinstance(target, Tensor)
     has_classes = are_tensors and target.dtype == torch.int64 and target.shape == input.shape[:-1]
-    is_fused = is_plain and has_classes and input.dim() in (1, 2) and input.numel() >= MIN_FUSED
+    is_fused = is_plain and has_classes and input.dim() in (1, 2)
+    is_fused = is_fused and input.numel() >= MIN_FUSED and input.shape[-1] >= MIN_CLASSES
     is_fused = is_fused and isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
     if not (is_fused and reduction in _REDUCTIONS and is_ours(input)):  # torch's errors are plain
         return torch.nn.functional.cross_entropy(
@@ -126,8 +132,8 @@ def dropout(
 
     Args:
         input: a tensor of any shape. Where no kernel serves it (a device that is neither a CPU nor
-            an Intel GPU, a nested tensor, inside a ``torch.func`` transform or forward-mode
-            differentiation), torch's own dropout does.
+            an Intel GPU, a nested tensor, inside a ``torch.func`` transform, forward-mode
+            differentiation or a trace by ``torch.fx``), torch's own dropout does.
         p: the probability of zeroing an element.
         training: whether to do anything at all.
         inplace: whether the result also replaces the values of ``input``.
@@ -238,7 +244,7 @@ def gelu(
 
     Semantics: ``torch.nn.functional.gelu`` of torch 2.13.
     """
-    if approximate == "tanh" and input.numel() >= MIN_ACTIVATED and is_ours(input):
+    if approximate == "tanh" and is_ours(input) and input.numel() >= MIN_ACTIVATED:
         return ops.gelu_tanh(input)
     return torch.nn.functional.gelu(input, approximate=approximate)
 
@@ -295,7 +301,7 @@ def scaled_dot_product_attention(
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of torch 2.13.
     """
     q, k, v, mask = query, key, value, attn_mask
-    is_dropped = 0 < dropout_p <= 1 and q.device.type == "cpu"
+    is_dropped = 0 < dropout_p <= 1 and is_ours(q) and q.device.type == "cpu"
     if is_dropped:
         q, k, v = autocast(q), autocast(k), autocast(v)
         mask = None if mask is None else autocast(mask)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedoptim.nn import functional
 from fusedoptim.nn._scripting import refuse_script
+from fusedoptim.nn._tracing import traced_call
 
 __all__ = ["CrossEntropyLoss"]
 
@@ -47,6 +48,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             input: the logits.
             target: the classes, or their probabilities.
         """
+        traced: Tensor | None = traced_call(self, input, target)
+        if traced is not None:
+            return traced
         return functional.cross_entropy(
             input,
             target,

@@ -27,11 +27,12 @@ DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_O
 """The dtypes of ``VARIANT_OF``, as errors list them."""
 _DEVICES = (*DEVICES, "meta")
 _MOST_IDLE = 256
+_LARGE, _MOST_BYTES = 64 << 10, 64 << 20
 
 _idle: dict[Any, list[Pipeline]] = {}
 """Pipelines that no call uses, by all that their rows depend on except addresses."""
 _idle_blocks: dict[Any, list[LaunchBlock]] = {}
-"""Launch blocks over tables that no call uses, by the same."""
+"""Launch blocks over matrices and tables that no call uses, by the same."""
 
 
 def is_served(tensor: Tensor) -> bool:
@@ -56,8 +57,18 @@ def launch(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float
         numbers: the launch's arguments, by name; the address of those computed on the device.
     """
     first = next(iter(tensors.values()))
-    addresses = {column: [tensor.data_ptr()] for column, tensor in tensors.items()}
-    _launch(name, first, (1, first.numel()), addresses, numbers, is_cut=True)
+    queue = BACKENDS[first.device.type].queue(first.device)
+    key = queue, name, first.dtype, first.numel()
+    try:
+        pipeline = _idle[key].pop()
+    except LookupError:
+        kernel = kernel_for(queue, name, VARIANT_OF[first.dtype])
+        pipeline = Pipeline([kernel], Chunks([first.numel()], kernel.shape.chunk), first.device)
+    for column, tensor in tensors.items():
+        pipeline.write_addresses(column, [tensor.data_ptr()], first.element_size())
+    pipeline.write_head(numbers)
+    pipeline.run()
+    _keep(_idle, key, pipeline)
 
 
 def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> None:
@@ -71,8 +82,10 @@ def launch_rows(name: str, tensors: Mapping[str, Tensor], numbers: Mapping[str, 
         numbers: the launch's arguments, as in :func:`launch`.
     """
     matrix = next(iter(tensors.values()))
+    rows, length = matrix.shape
+    lengths = {"length": np.broadcast_to(np.int64(length), rows)}
     addresses = {column: row_addresses(tensor) for column, tensor in tensors.items()}
-    _launch(name, matrix, tuple(matrix.shape), addresses, numbers, is_cut=False)
+    TableLaunch(name, matrix.device, VARIANT_OF[matrix.dtype], lengths).run(addresses, numbers)
 
 
 class TableLaunch:
@@ -140,35 +153,14 @@ def launch_table(
 
 def _keep(idle: dict[Any, list[Any]], key: Any, launched: Any) -> None:
     """Keep what has run for reuse. Interrupted calls skip this: their kernel may still run."""
-    if len(idle) >= _MOST_IDLE:
+    if launched.nbytes > _MOST_BYTES:
+        return
+    if len(idle) >= _MOST_IDLE or (launched.nbytes > _LARGE and _is_full(idle, launched.nbytes)):
         idle.clear()
     idle.setdefault(key, []).append(launched)
 
 
-def _launch(
-    name: str,
-    first: Tensor,
-    shape: tuple[int, ...],
-    addresses: Mapping[str, Any],
-    numbers: Mapping[str, float],
-    is_cut: bool,
-) -> None:
-    """Run a kernel over rows of equal length at these addresses.
-
-    ``shape`` is the number of rows and their elements; ``is_cut`` says whether a row is cut into
-    chunks.
-    """
-    queue = BACKENDS[first.device.type].queue(first.device)
-    key = queue, name, first.dtype, shape
-    try:
-        pipeline = _idle[key].pop()
-    except LookupError:
-        kernel = kernel_for(queue, name, VARIANT_OF[first.dtype])
-        rows, length = shape
-        chunks = Chunks([length] * rows, kernel.shape.chunk if is_cut else length)
-        pipeline = Pipeline([kernel], chunks, first.device)
-    for column, places in addresses.items():
-        pipeline.write_addresses(column, places, first.element_size())
-    pipeline.write_head(numbers)
-    pipeline.run()
-    _keep(_idle, key, pipeline)
+def _is_full(idle: dict[Any, list[Any]], more: int) -> bool:
+    """Whether too little is left for ``more`` bytes; counted only where these are many."""
+    kept: list[int] = [each.nbytes for found in list(idle.values()) for each in list(found)]
+    return sum(kept) + more > _MOST_BYTES

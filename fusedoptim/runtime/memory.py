@@ -177,8 +177,16 @@ def _owner(function: Any) -> str:
 
 def _initial_environment() -> dict[str, str]:
     """The variables with which the process started: malloc does not see later changes."""
-    entries = os.fsdecode(_ENVIRONMENT.read_bytes()).split("\0")
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+    variables: dict[str, str] = {}
+    last = ""
+    for entry in os.fsdecode(_ENVIRONMENT.read_bytes()).split("\0"):
+        name, _, value = entry.partition("=")
+        # Some versions of glibc end each tunable where it stands, in place of the colon.
+        if last == "GLIBC_TUNABLES" and name.startswith("glibc."):
+            variables[last] += f":{entry}"
+        else:
+            variables[name], last = value, name
+    return variables
 
 
 def _initial_settings(environment: Mapping[str, str]) -> _Settings:

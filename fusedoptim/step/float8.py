@@ -28,8 +28,9 @@ from fusedoptim.step.sharding import like_param, local_of
 from fusedoptim.step.tensors import State, is_dense
 
 SUFFIX = "_scale"
-DTYPES = {Role.STATE_E4M3: torch.float8_e4m3fn, Role.STATE_E5M3: torch.uint8}
-"""The dtypes of codes; torch has no name for e5m3."""
+DTYPES = {Role.STATE_E4M3: torch.int8, Role.STATE_E5M3: torch.uint8}
+"""The dtypes of codes, by which values differ from them. torch has no name for e5m3, and cannot
+unpickle its own for e4m3."""
 SCALES = torch.bfloat16
 """The dtype of scales: it has all powers of two."""
 
@@ -50,7 +51,7 @@ def encoded(values: Tensor, dtype: torch.dtype, lanes: int) -> tuple[Tensor, Ten
         dtype: the dtype of the codes.
         lanes: the lanes of the device's work-groups.
     """
-    signed = dtype is torch.float8_e4m3fn
+    signed = dtype is torch.int8
     nan, binades = (NAN_E4M3, BINADES_E4M3) if signed else (NAN_E5M3, BINADES_E5M3)
     tiles, _ = scales_shape(values.numel(), lanes)
     flat = values.new_zeros(tiles * BLOCK * lanes, dtype=torch.float32)
@@ -84,7 +85,7 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     flat = codes.new_zeros(tiles * BLOCK * lanes, dtype=torch.uint8)
     flat[: codes.numel()] = _in_memory_order(codes.view(torch.uint8))
     blocks = flat.view(tiles, BLOCK, lanes).int()
-    signed = codes.dtype is torch.float8_e4m3fn
+    signed = codes.dtype is torch.int8
     nan = NAN_E4M3 if signed else NAN_E5M3
     magnitude = blocks & nan
     scale = scales.float().unsqueeze(1)
@@ -103,8 +104,9 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def is_encoded(state: State, name: str) -> bool:
-    """Whether the state ``name`` is codes."""
-    return name + SUFFIX in state
+    """Whether the state ``name`` is codes: a user may have set values instead."""
+    is_codes = isinstance(state[name], Tensor) and state[name].dtype in DTYPES.values()
+    return is_codes and name + SUFFIX in state
 
 
 def _decoded_state(codes: Tensor, scales: Tensor) -> Tensor:

@@ -103,8 +103,19 @@ def _encoded_tensors(
     if values is None:
         codes = rule.initial_state(name, target, torch.uint8).view(dtype)
         scales = torch.zeros(shape, dtype=float8.SCALES, device=target.device)
-    elif scales is None or scales.shape != shape or not same_order(values, target):
-        if scales is not None:
+    elif not (values.is_floating_point() or float8.is_encoded(state, name)):
+        raise ValueError(
+            f"{rule.optimizer_name}: the state {name!r} of {owner} is {values.dtype}, without "
+            f"{name + float8.SUFFIX!r}; set a floating-point tensor, or delete "
+            "optimizer.state[parameter]"
+        )
+    elif (
+        scales is None
+        or values.dtype is not dtype
+        or scales.shape != shape
+        or not same_order(values, target)
+    ):
+        if scales is not None and float8.is_encoded(state, name):
             values = float8.decoded(values, scales)
         values = memory_of(values.to(target.device), target)
         codes, scales = float8.encoded(values, dtype, lanes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -171,6 +172,66 @@ def test_a_gradient_that_is_not_finite(state_dtype: Any, bad: float) -> None:
     assert_same_values(p[others], q[others])
 
 
+@each_dtype
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_moments_that_a_user_sets_are_values(state_dtype: Any, dtype: torch.dtype) -> None:
+    """They are saved, and the next step takes them, as those of a checkpoint."""
+    (p,), (q,) = vectors([1000]), vectors([1000])
+    pair = [FusedAdamW([each], lr=0.1, state_dtype=state_dtype) for each in (p, q)]
+    for optimizer in pair:
+        run(optimizer, range(2))
+    value = torch.linspace(-2, 2, 1000).to(dtype)
+    pair[0].state[p]["exp_avg"] = value
+    assert torch.equal(pair[0].state_dict()["state"][0]["exp_avg"].float(), value.float())
+    checkpoint = pair[1].state_dict()
+    checkpoint["state"][0]["exp_avg"] = value.float()
+    pair[1].load_state_dict(checkpoint)
+    for optimizer in pair:
+        run(optimizer, range(2, 4))
+    assert_equal(*pair)
+
+
+def test_codes_without_scales() -> None:
+    (p,) = vectors([1000])
+    optimizer = FusedAdamW([p], state_dtype="float8")
+    run(optimizer, range(1))
+    before = p.detach().clone()
+    for name in MOMENTS:
+        scales = optimizer.state[p].pop(f"{name}_scale")
+        with pytest.raises(ValueError, match=f"the state '{name}' of .* without '{name}_scale'"):
+            run(optimizer, range(1, 2))
+        optimizer.state[p][f"{name}_scale"] = scales
+    assert torch.equal(p, before)
+
+
+@each_dtype
+def test_a_pickled_optimizer(state_dtype: Any) -> None:
+    """An optimizer is pickled whole, as multiprocessing and torch.save do it."""
+    optimizer = FusedAdamW(vectors(SIZES), state_dtype=state_dtype)
+    run(optimizer, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    copies = [pickle.loads(pickle.dumps(optimizer)), torch.load(file, weights_only=False)]
+    for each in (optimizer, *copies):
+        run(each, range(3, 5))
+    for each in copies:
+        assert_equal(optimizer, each)
+
+
+@pytest.mark.parametrize(("gradient", "is_finite"), [(2.9e20, True), (2.95e20, False)])
+def test_the_largest_gradient_in_8_bits(gradient: float, is_finite: bool) -> None:
+    """The pages name it: its second moment is just below 2 to the 126."""
+    p = Parameter(torch.ones(100))
+    optimizer = FusedAdamW([p], state_dtype="float8")
+    for _ in range(2):
+        p.grad = torch.ones(100)
+        p.grad[7] = gradient
+        optimizer.step()
+        gradient = 1.0
+    assert p.isfinite().tolist() == [is_finite or i != 7 for i in range(100)]
+
+
 def test_bytes() -> None:
     """8-bit state takes at most 2.1 bytes a weight."""
     p = Parameter(torch.zeros(1 << 20))
@@ -199,6 +260,20 @@ class TestRefused:
         with pytest.raises(ValueError, match="cannot be combined with amsgrad=True"):
             run(optimizer, range(1, 2))
         assert_same_values(params_of(optimizer)[0].detach(), before)
+
+    @each_dtype
+    def test_amsgrad_of_a_checkpoint(self, cls: Any, state_dtype: Any) -> None:
+        given = cls(vectors([3], seed=1), lr=0.5, amsgrad=True)
+        run(given, range(2))
+        ours, twin = (cls(vectors([3]), state_dtype=state_dtype) for _ in range(2))
+        for optimizer in (ours, twin):
+            run(optimizer, range(1))
+        with pytest.raises(ValueError, match="with amsgrad=True, which the checkpoint has"):
+            ours.load_state_dict(given.state_dict())
+        assert not ours.param_groups[0]["amsgrad"]
+        for optimizer in (ours, twin):
+            run(optimizer, range(1, 3))
+        assert_equal(ours, twin)
 
     @each_dtype
     @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])

@@ -39,6 +39,8 @@ NAMES = {
     "Module._buffers": f"{_PASSES}/test_fold_batch_norm.py",
     "Module._call_impl": f"{_PASSES}/test_graph_mode.py",
     "Module._compiled_call_impl": f"{_PASSES}/test_graph_mode.py",
+    "Module._forward_hooks": "tests/fusedoptim/nn/test_tracing.py",
+    "Module._forward_pre_hooks": "tests/fusedoptim/nn/test_tracing.py",
     "Module._load_from_state_dict": f"{_PASSES}/test_frozen_batch_norm.py",
     "Module._load_state_dict_pre_hooks": _WRITES,
     "Module._modules": "tests/transforms/test_embedding_bags.py",

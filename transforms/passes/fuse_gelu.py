@@ -15,10 +15,14 @@ from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
 from transforms.tracing.modules import plain_kind
+from transforms.tracing.source import functions_called
 
 _MODULE = "transformers.activations"
 _NAMES = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 """Classes that compute the approximation in single operations, or by a call of torch's."""
+
+
+_FUNCTION = "torch.nn.functional.gelu"
 
 
 class FuseGELU(ExchangingPass):
@@ -32,6 +36,9 @@ class FuseGELU(ExchangingPass):
         entries = []
         for name, module in job.model.named_modules():
             if not _is_approximate(module, kinds):
+                if _calls_approximation(type(module)):
+                    what = f"calls {_FUNCTION}(approximate='tanh'), which stays torch's"
+                    entries.append(Entry(name, what, done=False))
                 continue
             reason = _objection(module, kinds)
             if reason is None:
@@ -52,6 +59,14 @@ def _is_approximate(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bo
     if isinstance(module, GELU) or not isinstance(module, kinds):
         return False
     return not isinstance(module, nn.GELU) or module.approximate == "tanh"
+
+
+def _calls_approximation(cls: type[nn.Module]) -> bool:
+    """Whether code of the class calls torch's function, and mentions the approximation."""
+    return any(
+        function is nn.functional.gelu and "tanh" in code.co_consts
+        for function, code in functions_called(cls)
+    )
 
 
 def _objection(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:

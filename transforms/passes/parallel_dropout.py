@@ -7,6 +7,7 @@ transformers with "sdpa" attention get ours through that library's registry.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
@@ -16,11 +17,18 @@ from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, registered_attention
 from transforms.tracing.modules import plain_kind
-from transforms.tracing.source import names_used
+from transforms.tracing.source import functions_called, names_used
 
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 _BY_ELEMENT = "mask drawn on all cores, and again in backward"
 _ATTENTION = "scaled_dot_product_attention"
+_FUNCTIONS = {
+    nn.functional.dropout: "torch.nn.functional.dropout",
+    nn.functional.alpha_dropout: "torch.nn.functional.alpha_dropout",
+    torch.dropout: "torch.dropout",
+    torch.alpha_dropout: "torch.alpha_dropout",
+}
+"""Functions whose masks stay torch's."""
 _OURS: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.Dropout: (Dropout, _BY_ELEMENT),
     nn.AlphaDropout: (AlphaDropout, _BY_ELEMENT),
@@ -74,14 +82,22 @@ def _objection(module: nn.Module) -> str | None:
     if isinstance(module, nn.MultiheadAttention):
         return _objection_to_attention(module) if module.dropout else None
     if not isinstance(module, _DropoutNd):
-        is_used = _ATTENTION in names_used(type(module))
-        return f"calls {_ATTENTION}, whose dropout, if any, stays torch's" if is_used else None
+        return _objection_to_code(type(module))
     if isinstance(module, _BY_CHANNEL):
         return "draws one number for each channel, which is quick"
     torchs = nn.AlphaDropout if isinstance(module, nn.AlphaDropout) else nn.Dropout
     if type(module) is torchs and plain_kind(module, (torchs,)):
         return None
     return f"is not a plain torch.nn.{torchs.__name__}: {type(module).__name__} may differ from it"
+
+
+def _objection_to_code(cls: type[nn.Module]) -> str | None:
+    """Why masks of functions that the class calls stay torch's, if it calls any."""
+    called = [function for function, _ in functions_called(cls)]
+    names = [name for known, name in _FUNCTIONS.items() if any(f is known for f in called)]
+    if _ATTENTION in names_used(cls):
+        names.insert(0, _ATTENTION)
+    return f"calls {' and '.join(names)}, whose dropout, if any, stays torch's" if names else None
 
 
 def _objection_to_attention(module: nn.MultiheadAttention) -> str | None:

@@ -264,6 +264,49 @@ def names_used(cls: type) -> set[str]:
     return names
 
 
+def functions_called(cls: type) -> Iterator[tuple[object, types.CodeType]]:
+    """What ``forward`` calls by a global name, such as ``F.dropout``, and the code that calls it.
+
+    Also what it calls so indirectly, without the code of torch and of this library.
+    """
+    waiting = _reachable(cls)
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        for code in _codes(function.__code__):
+            for name, *attributes in _names_called(code):
+                called = function.__globals__.get(name)
+                for attribute in attributes:
+                    is_module = isinstance(called, types.ModuleType)
+                    called = vars(called).get(attribute) if is_module else None
+                if called is None:
+                    continue
+                yield called, code
+                inner = _function(called)
+                if inner is not None and inner not in seen and not _is_known(inner):
+                    seen.add(inner)
+                    waiting.append(inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_called(code: types.CodeType) -> list[tuple[str, ...]]:
+    """The global names, and their attributes, that code calls, without its nested functions."""
+    found: list[tuple[str, ...]] = []
+    name: tuple[str, ...] = ()
+    is_called = False
+    for each in dis.get_instructions(code):
+        if name and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = (*name, each.argval)
+            is_called = is_called or each.opname == "LOAD_METHOD"
+            continue
+        if name and is_called:
+            found.append(name)
+        is_global = each.opname == "LOAD_GLOBAL"
+        name = (each.argval,) if is_global else ()
+        is_called = is_global and bool((each.arg or 0) & 1)  # makes room for a call
+    return found
+
+
 def _reachable(cls: type) -> list[types.FunctionType]:
     """``forward`` and all methods whose names it or they mention, without torch's own."""
     methods: dict[str, Any] = {}
@@ -283,11 +326,15 @@ def _reachable(cls: type) -> list[types.FunctionType]:
 
 def all_names(code: types.CodeType) -> set[str]:
     """The attributes and globals in code and its nested functions."""
-    names = set(code.co_names)
+    return {name for each in _codes(code) for name in each.co_names}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code and that of its nested functions."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= all_names(constant)
-    return names
+            yield from _codes(constant)
 
 
 def _function(attribute: object) -> types.FunctionType | None:
@@ -303,6 +350,11 @@ def _function(attribute: object) -> types.FunctionType | None:
 
 def _is_torchs(thing: type | Callable[..., Any]) -> bool:
     return (thing.__module__ or "").partition(".")[0] == "torch"
+
+
+def _is_known(function: types.FunctionType) -> bool:
+    """Whether a function is torch's or ours."""
+    return _is_torchs(function) or function.__module__.partition(".")[0] == "fusedoptim"
 
 
 def _owners(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedoptim.nn as ours
 from fusedoptim import ops
-from fusedoptim.nn.functional import MIN_FUSED, cross_entropy
+from fusedoptim.nn.functional import MIN_CLASSES, MIN_FUSED, cross_entropy
 
 ROWS, CLASSES = 40, MIN_FUSED // 40 + 1
 
@@ -83,6 +83,13 @@ def test_one_row() -> None:
     assert is_fused(logits, target)
 
 
+def test_rows_of_enough_classes() -> None:
+    rows = MIN_FUSED // MIN_CLASSES
+    logits, target = torch.randn(rows, MIN_CLASSES), torch.randint(MIN_CLASSES, (rows,))
+    assert is_fused(logits, target)
+    assert not is_fused(torch.randn(2 * rows, MIN_CLASSES - 1), target.repeat(2) // 2)
+
+
 def test_all_rows_ignored() -> None:
     logits, target = inputs()
     target[:] = -100
@@ -107,7 +114,9 @@ def test_other_inputs_go_to_torch() -> None:
     logits, _ = inputs()
     images = torch.randn(8, 4, 40, 40), torch.randint(4, (8, 40, 40))
     small = torch.randn(4, 5), torch.randint(5, (4,))
-    for x, target in (images, small, (logits, torch.softmax(logits, 1))):
+    rows = MIN_FUSED // 2
+    short = torch.randn(rows, 2), torch.randint(2, (rows,))
+    for x, target in (images, small, short, (logits, torch.softmax(logits, 1))):
         expected = nn.functional.cross_entropy(x, target)
         assert torch.equal(cross_entropy(x, target), expected)
         assert not is_fused(x, target)

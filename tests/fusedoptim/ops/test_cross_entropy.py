@@ -93,6 +93,27 @@ class TestValues:
         shifted = cross_entropy(logits + 1e4, target)[0]
         torch.testing.assert_close(shifted, losses(logits + 1e4, target).float())
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_an_offset_of_all_logits_costs_smoothing_no_bits(self, dtype: torch.dtype) -> None:
+        classes = 1 << 20
+        logits = torch.randint(-300, 300, (2, classes)).to(dtype) / 64  # exact with the offset too
+        target = torch.randint(classes, (2,))
+        expected = losses(logits, target, 0.1)
+        allowed, _ = cross_entropy_errors(logits.double(), target, 0.1, dtype)
+        for offset in (0, 1000, 10_000, -10_000):
+            loss, _ = cross_entropy(logits + offset, target, 0.1)
+            assert_within(loss, expected, allowed, f"loss with offset {offset}")
+
+    @pytest.mark.parametrize("smoothing", [0.1, 1.0])
+    def test_infinite_logits_with_smoothing_as_torchs(self, smoothing: float) -> None:
+        logits, target = inputs(5, 50)
+        logits[:4, 3:] = -math.inf  # masked classes
+        target[:2], target[2:4] = 1, 40
+        logits[4, 7] = math.inf
+        expected = losses(logits, target, smoothing).float()
+        loss, _ = cross_entropy(logits, target, smoothing)
+        torch.testing.assert_close(loss, expected, equal_nan=True)
+
     @pytest.mark.parametrize("how", ["transposed", "strided", "offset"])
     def test_strides(self, how: str) -> None:
         logits, target = inputs(40, 40)

@@ -24,10 +24,15 @@ def losses(n: int = 70) -> Tensor:
     return cross_entropy(logits, torch.arange(5))[0]
 
 
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_idle", "_idle_blocks"):
+        monkeypatch.setattr(_launching, name, {})
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:
     """The launch blocks that a test makes, with none before."""
-    monkeypatch.setattr(_launching, "_idle", {})
+    forget(monkeypatch)
     found: list[LaunchBlock] = []
     init = LaunchBlock.__init__
 
@@ -53,7 +58,30 @@ def test_second_call_of_a_size_makes_nothing(
 def test_many_sizes_are_forgotten(call: Callable[..., Tensor], made: list[LaunchBlock]) -> None:
     for n in range(5, 10 + _launching._MOST_IDLE):
         call(n)
-    assert len(_launching._idle) <= _launching._MOST_IDLE
+    for idle in (_launching._idle, _launching._idle_blocks):
+        assert len(idle) <= _launching._MOST_IDLE
+
+
+def test_large_tables_are_forgotten(
+    made: list[LaunchBlock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept tables have a limit in bytes, which one table may pass alone: it is not kept."""
+
+    def row_losses(rows: int) -> Tensor:
+        return cross_entropy(torch.ones(rows, 2), torch.zeros(rows, dtype=torch.long))[0]
+
+    row_losses(1 << 15)
+    most = 5 * made[0].nbytes // 2
+    monkeypatch.setattr(_launching, "_MOST_BYTES", most)
+    counts = []
+    for i in range(1, 6):
+        row_losses((1 << 15) + i)
+        kept = [block.nbytes for blocks in _launching._idle_blocks.values() for block in blocks]
+        assert sum(kept) <= most
+        counts.append(len(kept))
+    assert counts == [2, 1, 2, 1, 2]
+    row_losses(3 << 15)
+    assert len([block for blocks in _launching._idle_blocks.values() for block in blocks]) == 2
 
 
 @pytest.mark.parametrize("call", [drop, losses])
@@ -67,7 +95,7 @@ def test_interrupted_anywhere(
     interrupts = 0
     for n in itertools.count():
         if is_new:
-            monkeypatch.setattr(_launching, "_idle", {})
+            forget(monkeypatch)
         with InterruptAt(n, "polls", within=fusedoptim, since=name) as interrupt:
             assert torch.equal(call(), expected)
         assert torch.equal(call(), expected)

@@ -234,6 +234,24 @@ def test_settings_at_the_start(
     assert memory._initial_settings(variables) == settings
 
 
+def test_several_tunables() -> None:
+    """glibc 2.36 overwrites the colons between them in the memory that /proc shows."""
+    script = """
+        from fusedoptim.runtime import memory
+        print(*memory._initial_settings(memory._initial_environment())[:3])
+        print(memory.is_kept(), is_mapped(40))
+        keep_memory()
+        release_memory()
+        print(is_mapped(40))
+    """
+    trim = 1 << 40
+    tunables = f"glibc.malloc.trim_threshold={trim}:glibc.malloc.mmap_max=0"
+    expected = [f"{STATIC} {trim} 0", "True False", "False"]
+    assert run(script, GLIBC_TUNABLES=tunables) == expected
+    more = f"glibc.malloc.top_pad=4096:{tunables}:glibc.malloc.arena_max=3"
+    assert run(script, GLIBC_TUNABLES=more) == expected
+
+
 def test_imports_leave_malloc_alone() -> None:
     """glibc still adapts its thresholds, which any call of mallopt would have stopped."""
     script = """
