@@ -84,6 +84,7 @@ class Settings:
     def __init__(self) -> None:
         import torch
 
+        self._openmp = _openmp()  # raises if torch has none, before anything is changed
         self.cores = frozenset(os.sched_getaffinity(0))
         self.threads = torch.get_num_threads()  # makes torch set them too, before we do
         self.mkl_threads: list[int] = []
@@ -99,7 +100,7 @@ class Settings:
             RuntimeError: the thread's OpenMP threads have not survived a fork.
             ValueError: a core is no longer this process's.
         """
-        openmp, count = _openmp(), len(cores)
+        openmp, count = self._openmp, len(cores)
         if count > 1 and threading.get_ident() in _forked:
             raise RuntimeError(
                 f"pin() cannot start OpenMP threads on cores {listed(cores)}: this process was "
@@ -123,9 +124,10 @@ class Settings:
 
     def restore(self) -> None:
         """Undo :meth:`change`, also one that was interrupted; a second call changes nothing."""
-        openmp = _openmp()
+        openmp = self._openmp
         os.sched_setaffinity(0, self.cores)
         if not self.mkl_threads:
+            openmp.set_threads(self.threads)  # it may have been interrupted after that
             return
         count = openmp.threads()  # as many as cores, unless the program has set another number
         if count > 1 and threading.get_ident() not in _forked:
