@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim._torch_private import active_ddp
 from fusedoptim.adagrad import FusedAdagrad
+from fusedoptim.nn._single_bags import check_trainable
 from fusedoptim.ops._bag_checks import check_contiguous
 from fusedoptim.ops._embedding_bags import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
@@ -251,18 +252,9 @@ def new_optimizer(
     """An optimizer of tables; raises if it does not accept the options or the tables' memory."""
     _check_options(name, options)
     for t, weight in enumerate(weights):
-        check_not_frozen(f"MergedEmbeddingBag: the weight of table {t}", weight)
+        check_trainable(f"MergedEmbeddingBag: the weight of table {t}", weight)
     _check_memory(weights)
     return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)
-
-
-def check_not_frozen(what: str, weight: Tensor) -> None:
-    """Raise if an optimizer must not train the table."""
-    if not weight.requires_grad:
-        raise ValueError(
-            f"{what} is frozen (requires_grad=False), and the optimizer would train it; call "
-            "requires_grad_() on it, merge without an optimizer, or keep this bag in another list"
-        )
 
 
 def _check_options(name: str, options: Mapping[str, float]) -> None:

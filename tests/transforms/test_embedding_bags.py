@@ -341,6 +341,11 @@ REFUSED_WITH_OPTIMIZER: dict[str, tuple[Callable[[], nn.Module], type[Exception]
         ValueError,
         "tables.1.weight is fro",
     ),
+    "hook of a table": (
+        lambda: _changed(lambda t: t[1].weight.register_hook(print)),
+        ValueError,
+        "tables.1.weight has hooks for its gradient",
+    ),
     "tied": (_tied, ValueError, "inner.tables.0.weight is also a parameter of tied"),
     "optimized": (
         lambda: transforms.optimize(Outer().eval(), dtype=torch.bfloat16),

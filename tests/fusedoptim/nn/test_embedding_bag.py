@@ -6,11 +6,13 @@ import copy
 import io
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import nn
@@ -276,6 +278,84 @@ class TestRefused:
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="construct it with optimizer='sgd'"):
             new_module(None).optimizer()
+
+
+def _weight_norm(bag: Any) -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.nn.utils.weight_norm(bag)
+
+
+class TestBagsThatDoMore:
+    """A merged module does not call its bags, so it refuses those that do more than look up."""
+
+    @pytest.mark.parametrize("optimizer", [None, "sgd"])
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            (_weight_norm, ValueError, "has a weight that is computed from others"),
+            (
+                lambda bag: prune.random_unstructured(bag, "weight", 0.5),
+                ValueError,
+                "has a weight that is computed from others",
+            ),
+            (lambda bag: bag.register_forward_hook(print), ValueError, "has hooks, which"),
+            (lambda bag: bag.register_forward_pre_hook(print), ValueError, "has hooks, which"),
+            (lambda bag: bag.register_full_backward_hook(print), ValueError, "has hooks, which"),
+            (
+                lambda bag: setattr(bag, "forward", print),
+                TypeError,
+                "is of type EmbeddingBag with methods of its own",
+            ),
+        ],
+    )
+    def test_refused(
+        self, optimizer: str | None, change: Callable[[Any], object], error: Any, message: str
+    ) -> None:
+        bags = [torch.nn.EmbeddingBag(4, 2, mode="sum") for _ in range(2)]
+        change(bags[1])
+        for make in (MergedEmbeddingBag, MergedEmbeddingBag.from_embedding_bags):
+            with pytest.raises(error, match=f"table 1 {message}"):
+                make(bags, optimizer=optimizer)
+
+    def test_classes(self) -> None:
+        class Own(torch.nn.EmbeddingBag):
+            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+                return super().forward(*args, **kwargs) / 2
+
+        class Renamed(torch.nn.EmbeddingBag): ...
+
+        with pytest.raises(TypeError, match="table 0 is of type Own with methods of its own"):
+            MergedEmbeddingBag([Own(4, 2, mode="sum")])
+        MergedEmbeddingBag([Renamed(4, 2, mode="sum")])
+
+    @pytest.mark.parametrize(
+        "register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
+    )
+    def test_hooks_of_a_table(self, register: Any) -> None:
+        """Only without an optimizer are there gradients for which the hooks are called."""
+        bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
+        register(bag.weight, lambda _: None)
+        with pytest.raises(ValueError, match="the weight of table 0 has hooks for its gradient"):
+            MergedEmbeddingBag([bag], "sgd")
+        MergedEmbeddingBag([bag])
+
+    def test_a_parametrized_table(self) -> None:
+        """It is computed in each call; an optimizer would not find it."""
+        bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
+        torch.nn.utils.parametrizations.weight_norm(bag)
+        args = torch.tensor([1, 3, 3]), torch.tensor([0, 2])
+        merged = MergedEmbeddingBag([bag])
+        for _ in range(2):
+            assert torch.equal(merged([args[0]], [args[1]])[0], bag(*args))
+            torch.nn.init.normal_(bag.parametrizations.weight.original1)
+        with pytest.raises(ValueError, match="table 0 has a weight that is computed from others"):
+            MergedEmbeddingBag([bag], "sgd")
+
+    def test_merged_again(self) -> None:
+        """The hooks of the module that trains the bags do not matter."""
+        trained, bags = new_module("sgd"), new_bags(ROWS)
+        again = MergedEmbeddingBag([*trained])
+        assert all(map(torch.equal, again(*bags), trained(*bags)))
 
 
 class TestModules:

@@ -134,7 +134,17 @@ class TestTables:
 
 class TestOptions:
     @pytest.mark.parametrize("optimizer", [None, "sgd"])
-    @pytest.mark.parametrize(("name", "value"), [("mode", "max"), ("padding_idx", 0)])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("mode", "max"),
+            ("padding_idx", 0),
+            ("max_norm", 1.0),
+            ("scale_grad_by_freq", True),
+            ("include_last_offset", False),
+            ("sparse", True),
+        ],
+    )
     def test_of_a_bag(self, optimizer: str | None, name: str, value: Any) -> None:
         module, bags = new_module(optimizer), new_bags(ROWS)
         before = getattr(module[1], name)
