@@ -19,11 +19,11 @@ from fusedoptim.ops._embedding_bags import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.sgd import FusedSGD
-from fusedoptim.step.checks import OPTIONS
+from fusedoptim.step.checks import OPTIONS, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import TRAIL, State, state_dtype, update_order
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, state_dtype, update_order
 
 _LR = 0.01
 _SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
@@ -120,7 +120,10 @@ class BagOptimizer(FusedOptimizer):
             "set its default there; OneCycleLR and CyclicLR leave momentum alone with "
             "cycle_momentum=False",
         )
-        numbers = {name: number(group[name]) for name in self._hyper_parameters}
+        taken = {name: group[name] for name in self._hyper_parameters}
+        largest = torch.finfo(PARAM_DTYPES[group["params"][0].dtype].arithmetic).max
+        check_numbers(type(self).__name__, taken, self.defaults, largest)
+        numbers = {name: number(value) for name, value in taken.items()}
         if self._awaits_update:
             self._show_trails()
         return numbers
