@@ -31,7 +31,13 @@ from fusedoptim.ops._bag_checks import (
     check_values,
     check_weights,
 )
-from fusedoptim.ops._bag_gradients import batched_gradients, sample_gradients, sparse_gradients
+from fusedoptim.ops._bag_gradients import (
+    batched_gradients,
+    chosen_of,
+    sample_gradients,
+    sparse_gradients,
+    tables_with_gradient,
+)
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
@@ -470,18 +476,6 @@ def check_like(tables: Tables, before: Tables) -> None:
             "embedding_bags: a table's shape, dtype or device changed between the forward and the "
             "backward pass; change tables before the forward pass"
         )
-
-
-def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[int]:
-    """The tables whose bags have a gradient."""
-    return [t for t in range(tables) if len(grads) < tables or grads[t] is not None]
-
-
-def chosen_of(chosen: Sequence[int], tables: int, *lists: Sequence[Any]) -> list[list[Any]]:
-    """The chosen entries of lists with one for each table; all entries of other lists."""
-    if len(chosen) == tables:
-        return list(map(list, lists))
-    return [[x[t] for t in chosen] if len(x) == tables else list(x) for x in lists]
 
 
 _embedding_bags = register(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedoptim._torch_private import BelowAutograd, increment_version
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_checks import as_lists
-from fusedoptim.ops._bag_gradients import sample_gradients
+from fusedoptim.ops._bag_gradients import chosen_of, sample_gradients, tables_with_gradient
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._embedding_bags import (
     ROWWISE,
@@ -21,12 +21,10 @@ from fusedoptim.ops._embedding_bags import (
     batch_of,
     check_again,
     check_like,
-    chosen_of,
     compute_bags,
     new_bags,
     save_lists,
     saved_lists,
-    tables_with_gradient,
 )
 from fusedoptim.ops._registering import is_plain, needed, register, register_without_gradient
 

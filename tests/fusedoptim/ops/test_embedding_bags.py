@@ -282,8 +282,7 @@ class TestTracing:
         rest = weights, indices, offsets
         for op in (of.embedding_bags_dense_gradients, of.embedding_bags_row_gradients):
             check(op, grads, *rest, [], means, paddings, last)
-        some = grads if joined else [None, *grads[1:]]
-        check(of.embedding_bags_sample_gradients, some, *rest, paddings, last)
+        check(of.embedding_bags_sample_gradients, grads, *rest, paddings, last)
 
     def test_opcheck_of_updates(self) -> None:
         merged, bags = MergedEmbeddingBag([(rows, 20) for rows in ROWS], "adagrad"), new_bags(ROWS)
@@ -456,3 +455,17 @@ class TestRefused:
         (grad,) = torch.autograd.grad(y.square().sum(), weights, create_graph=True)
         with pytest.raises(RuntimeError):
             grad.sum().backward()
+
+    @pytest.mark.parametrize("used", [1, 2])
+    @pytest.mark.parametrize("is_trained", [False, True])
+    def test_second_derivative_of_sample_weights(self, used: int, is_trained: bool) -> None:
+        """It raises for tables without gradients, and where a table's bags are not used, too."""
+        weights = [torch.randn(5, 2, requires_grad=is_trained) for _ in range(2)]
+        samples = [torch.rand(len(i), requires_grad=True) for i in self.INDICES]
+        outputs = embedding_bags(weights, self.INDICES, self.OFFSETS, samples)
+        loss = torch.stack([y.square().sum() for y in outputs[:used]]).sum()
+        grads = torch.autograd.grad(loss, samples[:used], create_graph=True)
+        for grad in grads:
+            assert grad.requires_grad
+            with pytest.raises(RuntimeError, match="Trying to backward through fusedoptim"):
+                grad.sum().backward(retain_graph=True)
