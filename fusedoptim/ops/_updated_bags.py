@@ -197,7 +197,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         before = None if batch is None else batch.tables
         check_again(ctx, weights, indices, offsets, last, before)
         lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
-        _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)
+        arguments = chosen_of(chosen, len(weights), *lists)
+        _update_tables(*arguments, last, rule)
+        increment_version(arguments[0])  # for a tracer, which runs no kernel
     return [None, None, None, None, None, None, of_samples, None, None, None, None]
 
 
