@@ -39,6 +39,8 @@ class BagOptimizer(FusedOptimizer):
     """The hyper-parameters that the kernel gets."""
     number: int
     """The number by which the operator finds this object."""
+    updated_in: int
+    """See :class:`fusedoptim.ops._updated_bags.Rule`."""
     _absent: Sequence[tuple[str, Any]]
     """The options that the kernel does not get, with the only value that each may have."""
 
@@ -50,6 +52,7 @@ class BagOptimizer(FusedOptimizer):
     def _become_rule(self) -> None:
         """Set what the operator needs, in a new object or in a copy."""
         self.number = numbered(self)
+        self.updated_in = -1
         self._allowed: weakref.ref[DistributedDataParallel] | None = None
         taken = {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
         self._absent = [item for item in sorted(self.defaults.items()) if item[0] not in taken]

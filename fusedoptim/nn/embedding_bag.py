@@ -51,6 +51,18 @@ class MergedEmbeddingBag(torch.nn.Module):
     pass within one of several processes raises RuntimeError, unless the tables are among those that
     it ignores. Use ``optimizer=None`` for all of these.
 
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` that ask for no gradient from before the
+    bags, but only for those of other layers' parameters, do not update the tables.
+
+    If a pass calls the module several times, as towers with shared tables do, each call is a step
+    of its own: with Adagrad or ``weight_decay`` this is not one step with the summed gradients.
+    After its first update, a backward pass cannot read what the tables were. It raises RuntimeError
+    where it would, and that update stays: for the gradient of ``per_sample_weights`` of another
+    call, or of other uses of a table; if a compiled module is called twice (compile a function that
+    contains both calls); or if two calls are in ``torch.utils.checkpoint``. A checkpoint cannot
+    tell that another backward pass has updated the tables since its forward pass: it computes bags
+    from the tables as they are.
+
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
             modules become submodules, and share their parameters.

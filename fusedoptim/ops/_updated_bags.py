@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fusedoptim._torch_private import BelowAutograd, increment_version
+from fusedoptim._torch_private import BelowAutograd, backward_pass, increment_version
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_checks import as_lists
 from fusedoptim.ops._bag_gradients import chosen_of, sample_gradients, tables_with_gradient
@@ -33,6 +33,9 @@ Tensors = Sequence[Tensor]
 
 class Rule(Protocol):
     """How the tables are updated."""
+
+    updated_in: int
+    """The number of the last backward pass that has updated them, or -1."""
 
     @property
     def kernel(self) -> str:
@@ -92,7 +95,14 @@ def _check_pass(
     tables: Tables, weights: Tensors, sums: Tensors, trails: Tensors, rule: int
 ) -> None:
     """Raise unless the backward pass of this forward pass can update the tables."""
-    found = _rule_of(rule)
+    found, backward = _rule_of(rule), backward_pass()
+    if -1 != backward <= found.updated_in:
+        raise RuntimeError(
+            "MergedEmbeddingBag: a backward pass that has updated the tables computes their bags "
+            "again, as torch.utils.checkpoint does, and would get others than before; in each "
+            "pass, call the module in one checkpoint, outside of checkpoints, or without an "
+            "optimizer"
+        )
     found.begin_pass()
     _check_updated(tables, weights, sums, trails, found)
 
@@ -158,7 +168,9 @@ def _update_rows(
     if trails:
         columns["trail"] = trails
     variant = "split" if trails else batch.tables.variant
-    gradient.walk(found.kernel, variant, columns, found.numbers())
+    numbers = found.numbers()
+    found.updated_in = backward_pass()
+    gradient.walk(found.kernel, variant, columns, numbers)
     increment_version(weights)
 
 

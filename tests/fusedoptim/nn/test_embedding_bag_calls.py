@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fusedoptim.nn import MergedEmbeddingBag
 from tests.fusedoptim.nn.merged_bags import OPTIMIZERS
@@ -68,8 +70,65 @@ class TestCompiled:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(called, optimizer)
 
+    def test_two_graphs(self) -> None:
+        merged = new_module("sgd")
+        called = torch.compile(merged, backend="aot_eager")
+        outputs = called(FIRST, OFFSETS)[0], called(SECOND, OFFSETS)[0]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.stack(outputs).sum().backward()
+
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_two_calls(self, backend: str) -> None:
         called = torch.compile(called_twice, backend=backend, fullgraph=True)
         found, wanted = gradients(called, "sgd"), gradients(called_twice, None)
         torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_of_other_layers_alone() -> None:
+    """As the class says, autograd then does not get to the tables."""
+    merged, top = new_module("sgd"), torch.nn.Linear(4, 1)
+    before = merged[0].weight.detach().clone()
+    torch.autograd.grad(top(merged(FIRST, OFFSETS)[0]).sum(), [*top.parameters()])
+    top(merged(FIRST, OFFSETS)[0]).sum().backward(inputs=[*top.parameters()])
+    assert torch.equal(merged[0].weight, before)
+
+
+def towers(merged: Any, top: torch.nn.Linear, is_reentrant: bool, calls: list[Any]) -> Tensor:
+    """The sum of what checkpointed calls of a module and a layer return."""
+
+    def tower(indices: Tensor, start: Tensor) -> Tensor:
+        result: Tensor = top(torch.tanh(merged([indices], OFFSETS)[0] + start)).square().sum()
+        return result
+
+    start = torch.zeros((), requires_grad=True)  # without an argument with gradient there is none
+    total: Any = sum(
+        checkpoint(tower, *indices, start, use_reentrant=is_reentrant) for indices in calls
+    )
+    return total
+
+
+class TestCheckpointed:
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("is_reentrant", [False, True])
+    @pytest.mark.parametrize("is_compiled", [False, True])
+    def test_two_calls(self, optimizer: str, is_reentrant: bool, is_compiled: bool) -> None:
+        """The first is computed again after the update of the second."""
+        torch.compiler.reset()
+        merged, top = new_module(optimizer), torch.nn.Linear(4, 1)
+        called = torch.compile(merged, backend="aot_eager") if is_compiled else merged
+        y = towers(called, top, is_reentrant, [FIRST, SECOND])
+        with pytest.raises(
+            RuntimeError, match=r"computes their bags again, as torch\.utils\.check"
+        ):
+            y.backward()
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("is_reentrant", [False, True])
+    def test_one_call_in_each_pass(self, optimizer: str, is_reentrant: bool) -> None:
+        merged, top = new_module(optimizer), torch.nn.Linear(4, 1)
+        other, other_top = copy.deepcopy((merged, top))
+        for indices in (FIRST, SECOND):
+            towers(merged, top, is_reentrant, [indices]).backward()
+            other_top(torch.tanh(other(indices, OFFSETS)[0])).square().sum().backward()
+        assert torch.equal(merged[0].weight, other[0].weight)
+        assert torch.equal(top.weight.grad, other_top.weight.grad)
