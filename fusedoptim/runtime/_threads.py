@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fusedoptim.runtime._cores import listed
+from fusedoptim.runtime._cores import listed, process_cores
 
 _TASKS = "/proc/self/task"
 _forked: list[int] = []
@@ -107,9 +107,12 @@ class Settings:
                 "forked, and its parent's threads did not survive the fork; call the pool's "
                 "submit(), pin to one core, or start processes by the method 'spawn'"
             )
-        with contextlib.suppress(OSError):  # it may use none of them: the error below says so
-            os.sched_setaffinity(0, cores)
-        if lost := cores - os.sched_getaffinity(0):
+        lost = cores - process_cores()  # Linux would let a thread leave the process's affinity
+        if not lost:
+            with contextlib.suppress(OSError):  # it may use none of them: the error below says so
+                os.sched_setaffinity(0, cores)
+            lost = cores - os.sched_getaffinity(0)
+        if lost:
             raise ValueError(
                 f"pool: this process may no longer use core {listed(lost)}; make another CPUPool"
             )

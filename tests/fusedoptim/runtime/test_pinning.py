@@ -297,6 +297,26 @@ def test_a_core_that_is_lost(only: bool) -> None:
     assert torch.get_num_threads() == count
 
 
+@several_cores
+def test_a_process_that_was_given_fewer_cores() -> None:
+    """Pools that were made before do not widen its affinity."""
+    run("""
+        pools = CPUPool(CORES), CPUPool(CORES[-1:])
+        for pool in pools:
+            os.sched_setaffinity(0, CORES[:1])
+            for call in (pin(pool).__enter__, pool.submit(compute).result):
+                try:
+                    call()
+                except ValueError as error:
+                    assert "may no longer use core" in str(error), error
+                else:
+                    raise AssertionError
+            assert os.sched_getaffinity(0) == set(CORES[:1])
+        with pin(CPUPool(CORES[:1])), pin(CPUPool()):
+            assert os.sched_getaffinity(0) == set(CORES[:1])
+    """)
+
+
 def test_pins_left_out_of_order() -> None:
     outer, inner = pin(CPUPool(CORES[:1])), pin(CPUPool(CORES[-1:]))
     with outer:
