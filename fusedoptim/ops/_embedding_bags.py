@@ -73,11 +73,11 @@ def embedding_bags(
     Args:
         weights: :math:`w`, the tables: float32, float64, bfloat16 or float16, all of one dtype, of
             shape (rows, width).
-        indices: :math:`i`, int32 or int64: for each table, the indices of all its bags. Or one
-            tensor with those of all tables, one table after another.
+        indices: :math:`i`, int32 or int64: for each table, the indices of all its bags. Or a list
+            of one tensor with those of all tables, one table after another.
         offsets: :math:`o`, int32 or int64: for each table, where its bags begin in its indices. Or
-            one tensor with equally many bags for each table, one table after another, which all
-            count from the beginning of the indices.
+            a list of one tensor with equally many bags for each table, one table after another,
+            which all count from the beginning of the indices.
         per_sample_weights: :math:`v`, of the weights' dtype, in the form of ``indices``; 1 if left
             out.
         mean: whether the bags of each table, or of all, are means.
@@ -88,8 +88,8 @@ def embedding_bags(
         sparse: whether the gradients of the tables are sparse.
 
     Returns:
-        for each table its bags, of shape (bags, width); or, for one tensor of ``indices``, one
-        tensor of shape (bags, sum of the widths).
+        for each table its bags, of shape (bags, width); or, for one tensor of ``indices``, a list
+        of one tensor of shape (bags, sum of the widths).
 
     Raises:
         IndexError: on the CPU, an index is not a row of its table. On a GPU, a check would have to

@@ -445,6 +445,15 @@ class TestRefused:
             with pytest.raises(RuntimeError, match="padding_idx of table 0"):
                 embedding_bags(*args, padding_idx=[padding])
 
+    def test_tensors_without_a_list(self) -> None:
+        joined = torch.cat(self.INDICES), torch.tensor([0, 3])
+        (wanted,) = embedding_bags(self.TABLES, *([tensor] for tensor in joined))
+        assert wanted.shape == (1, 5)
+        with pytest.raises(TypeError, match="indices are one tensor; pass a list with it"):
+            embedding_bags(self.TABLES, *joined)
+        with pytest.raises(TypeError, match="offsets are one tensor; pass a list with it"):
+            embedding_bags(self.TABLES, [joined[0]], joined[1])
+
     def test_joined_bags_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match="3 bags for 2 tables"):
             embedding_bags(self.TABLES, [self.INDICES[0]], [torch.tensor([0, 1, 2])])
