@@ -83,9 +83,9 @@ def merge_embedding_bags(
         TypeError: the name is not that of a list of plain embedding bags, or their dtypes differ;
             or the model cannot be rewritten or copied.
         ValueError: a bag has ``max_norm``, ``scale_grad_by_freq``, hooks, a computed weight or a
-            mode other than "sum" and "mean"; with an optimizer, a table is frozen, has hooks, or is
-            used by something else; or an option has no effect. Whatever is raised, nothing was
-            changed.
+            mode other than "sum" and "mean"; with an optimizer, a table is frozen, has hooks or is
+            used by something else, or, with ``inplace``, has a gradient; or an option has no
+            effect. Whatever is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -129,6 +129,9 @@ def merge_embedding_bags(
         "split": split,
     }
     parent, attribute = _place(model, name)
+    if optimizer is not None and not inplace:
+        for bag in getattr(parent, attribute):
+            bag.weight.grad = None  # a copy; the model's optimizer applies its own
     with ExitStack() as undo:
         merged = merge(parent, attribute, name, options, undo)
         how = "" if optimizer is None else f", and updated in backward by {optimizer}"

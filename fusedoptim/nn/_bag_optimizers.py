@@ -258,7 +258,13 @@ def new_optimizer(
     """An optimizer of tables; raises if it does not accept the options or the tables' memory."""
     _check_options(name, options)
     for t, weight in enumerate(weights):
-        check_trainable(f"MergedEmbeddingBag: the weight of table {t}", weight)
+        where = f"MergedEmbeddingBag: the weight of table {t}"
+        check_trainable(where, weight)
+        if weight.grad is not None:
+            raise ValueError(
+                f"{where} has a gradient (.grad), which an optimizer of the table would apply "
+                "later, too; call zero_grad() of that optimizer or of the bags first"
+            )
     _check_memory(weights)
     return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, overload
 
 import torch
@@ -77,7 +77,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         ValueError: an unknown optimizer or mode, a number out of range, an option without effect,
             or tables that differ in an option that must be the same for all; a bag has hooks, or a
             weight that is computed from others, such as a pruned one; with an optimizer, tables
-            that are frozen, parametrized, have hooks or share memory.
+            that are frozen, parametrized, have hooks or gradients, or share memory.
         TypeError: ``tables`` is not a list, an entry is not a table, or has a class with a forward
             of its own, or tables have different dtypes.
 
@@ -111,6 +111,10 @@ class MergedEmbeddingBag(torch.nn.Module):
         super().__init__()
         if isinstance(tables, torch.nn.EmbeddingBag):
             raise TypeError("MergedEmbeddingBag: tables is one EmbeddingBag; pass a list of them")
+        if not isinstance(tables, Iterable):
+            raise TypeError(
+                f"MergedEmbeddingBag: tables={tables!r} is not a list; pass a list of EmbeddingBags"
+            )
         bags = [as_bag(t, table) for t, table in enumerate(tables)]
         for t, bag in enumerate(bags):
             where = f"MergedEmbeddingBag: table {t}"
@@ -160,7 +164,7 @@ class MergedEmbeddingBag(torch.nn.Module):
             >>> merged[0] is bags[0]
             True
         """
-        return cls(list(bags), **options)
+        return cls(bags, **options)
 
     def __len__(self) -> int:
         return len(self._means)
@@ -354,7 +358,7 @@ class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
             lr: learning rate.
             weight_decay: L2 penalty of the rows in a batch.
         """
-        return cls(list(tables), lr, weight_decay)
+        return cls(tables, lr, weight_decay)
 
 
 class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
@@ -395,7 +399,7 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
             lr: learning rate.
             eps: what keeps the divisor from zero.
         """
-        return cls(list(tables), lr, eps)
+        return cls(tables, lr, eps)
 
 
 def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[RemovableHandle]:

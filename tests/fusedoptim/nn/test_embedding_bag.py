@@ -199,6 +199,8 @@ class TestRefused:
             ([], {}, ValueError, "tables=[] is empty"),
             ([3], {}, TypeError, "table 0 is of type int"),
             (BAG, {}, TypeError, "tables is one EmbeddingBag; pass a list"),
+            (None, {}, TypeError, "tables=None is not a list; pass a list of EmbeddingBags"),
+            (5, {"optimizer": "sgd"}, TypeError, "tables=5 is not a list; pass a list"),
             ([(4, 2)], {"optimizer": "sgd", "eps": 0.1}, ValueError,
              "eps is for optimizer='adagrad' and 'rowwise_adagrad', and 'sgd' takes lr, weight"),
             ([(4, 2)], {"optimizer": "sgd", "split": "yes"}, TypeError, "split is 'yes'; pass"),
@@ -219,6 +221,20 @@ class TestRefused:
     def test_wrong(self, tables: Any, options: Any, error: Any, message: str) -> None:
         with pytest.raises(error, match=re.escape(message)):
             MergedEmbeddingBag(tables, **options)
+        with pytest.raises(error, match=re.escape(message)):
+            MergedEmbeddingBag.from_embedding_bags(tables, **options)
+
+    def test_a_gradient_from_before(self) -> None:
+        """Its optimizer would apply it in a later step, beside the updates of backward passes."""
+        bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
+        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        bag(torch.tensor([1]), self.OFFSETS).sum().backward()
+        with pytest.raises(ValueError, match=r"weight of table 0 has a gradient \(\.grad\), which"):
+            MergedEmbeddingBag([bag], "sgd")
+        assert bag.weight.requires_grad
+        MergedEmbeddingBag([bag])
+        optimizer.zero_grad()
+        MergedEmbeddingBag([bag], "sgd")
 
     @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
     def test_wrong_index_changes_nothing(self, optimizer: str | None) -> None:
