@@ -63,6 +63,9 @@ class MergedEmbeddingBag(torch.nn.Module):
     tell that another backward pass has updated the tables since its forward pass: it computes bags
     from the tables as they are.
 
+    ``torch.compile`` makes a graph for each module with an optimizer. For more than eight modules
+    that are compiled by themselves, raise ``torch._dynamo.config.recompile_limit``.
+
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
             modules become submodules, and share their parameters.
