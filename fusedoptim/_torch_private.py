@@ -35,6 +35,7 @@ __all__ = [
     "active_ddp",
     "active_modes",
     "any_requires_grad",
+    "backward_pass",
     "count_function_modes",
     "count_modes",
     "disable_dynamo",
@@ -112,6 +113,9 @@ set_grad_enabled = torch._C._set_grad_enabled
 increment_version = torch._C._increment_version
 """Tells autograd of writes that it did not see: torch.autograd.graph.increment_version without its
 Python wrapper, which would be a large part of a small step."""
+
+backward_pass = torch._C._current_graph_task_id
+"""The number of the backward pass that the thread is in, or -1. Those of later ones are larger."""
 
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 """How many tensors share a storage, by its address; None if this torch cannot tell."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusedoptim.nn import MergedEmbeddingBag
-from fusedoptim.nn._bag_optimizers import check_not_frozen
+from fusedoptim.nn._single_bags import check_plain, check_stored, check_trainable
 from fusedoptim.step.tensors import update_order
 from transforms.inputs.arguments import (
     check_halves,
@@ -23,7 +23,7 @@ from transforms.reports import Entry, Report, attach, find
 from transforms.reports import merged as with_earlier
 from transforms.rewrites.merged_bags import merge
 from transforms.rewrites.split import merge_copies
-from transforms.tracing.modules import has_computed_tensors, has_hooks, owners, plain_kind
+from transforms.tracing.modules import has_hooks, owners
 
 __all__ = ["merge_embedding_bags"]
 
@@ -83,8 +83,9 @@ def merge_embedding_bags(
         TypeError: the name is not that of a list of plain embedding bags, or their dtypes differ;
             or the model cannot be rewritten or copied.
         ValueError: a bag has ``max_norm``, ``scale_grad_by_freq``, hooks, a computed weight or a
-            mode other than "sum" and "mean"; with an optimizer, a table is frozen, or used by
-            something else; or an option has no effect. Whatever is raised, nothing was changed.
+            mode other than "sum" and "mean"; with an optimizer, a table is frozen, has hooks or is
+            used by something else, or, with ``inplace``, has a gradient; or an option has no
+            effect. Whatever is raised, nothing was changed.
 
     Example:
         >>> import torch
@@ -128,6 +129,9 @@ def merge_embedding_bags(
         "split": split,
     }
     parent, attribute = _place(model, name)
+    if optimizer is not None and not inplace:
+        for bag in getattr(parent, attribute):
+            bag.weight.grad = None  # a copy; the model's optimizer applies its own
     with ExitStack() as undo:
         merged = merge(parent, attribute, name, options, undo)
         how = "" if optimizer is None else f", and updated in backward by {optimizer}"
@@ -221,28 +225,18 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
 
 
 def _check_bag(where: str, bag: Any) -> None:
-    cls = type(bag).__name__
-    if not isinstance(bag, nn.EmbeddingBag):
-        raise TypeError(f"{where} is of type {cls}; only lists of torch.nn.EmbeddingBag are merged")
-    if has_computed_tensors(bag):
-        raise ValueError(
-            f"{where} has a weight that is computed from others (a parametrization, pruning or "
-            "weight norm); make it permanent, or keep this bag in another list"
-        )
-    if type(bag) is not nn.EmbeddingBag or plain_kind(bag, (nn.EmbeddingBag,)) is None:
+    if isinstance(bag, nn.EmbeddingBag):
+        check_stored(where, bag)
+        check_plain(where, bag)
+    if type(bag) is not nn.EmbeddingBag:
         raise TypeError(
-            f"{where} is of type {cls} with methods of its own, which the merged module would not "
-            "call; use a plain torch.nn.EmbeddingBag, or keep this bag in another list"
-        )
-    if has_hooks(bag):
-        raise ValueError(
-            f"{where} has hooks, which the merged module would not call; remove them, or keep this "
-            "bag in another list"
+            f"{where} is of type {type(bag).__name__}; only lists of torch.nn.EmbeddingBag itself "
+            "are merged"
         )
 
 
 def _check_trainable(where: str, bag: nn.EmbeddingBag, sharers: Sequence[str]) -> None:
-    check_not_frozen(f"{where}.weight", bag.weight)
+    check_trainable(f"{where}.weight", bag.weight)
     others = [name or "the model" for name in sharers if name != where]
     if others:
         raise ValueError(

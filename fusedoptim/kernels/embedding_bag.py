@@ -257,7 +257,7 @@ def has_fault(indices: Indices, bounds: Any, bags: int, table_rows: int, is_firs
     while bag < bags:
         last = stop
         stop = begin_of(bag + 1, bounds)
-        signs |= stop - last
+        signs |= stop | (stop - last)  # which does not overflow if both are 0 or more
         bag += 1
     signs |= count - stop
     if signs >= 0:

@@ -9,6 +9,15 @@ import torch
 from torch import Tensor
 
 _MODES = ("sum", "mean")
+OPTIONS = (
+    "mode",
+    "padding_idx",
+    "max_norm",
+    "scale_grad_by_freq",
+    "include_last_offset",
+    "sparse",
+)
+"""The options of a bag on which its results and gradients depend."""
 
 
 def as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
@@ -32,6 +41,18 @@ def as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
                 f"table out, or construct it without {name}"
             )
     return table
+
+
+def options_of(bag: torch.nn.EmbeddingBag) -> tuple[Any, ...]:
+    """The values of :data:`OPTIONS`; torch.compile does not trace ``operator.attrgetter``."""
+    return (
+        bag.mode,
+        bag.padding_idx,
+        bag.max_norm,
+        bag.scale_grad_by_freq,
+        bag.include_last_offset,
+        bag.sparse,
+    )
 
 
 def check_alike(bags: Sequence[torch.nn.EmbeddingBag]) -> None:

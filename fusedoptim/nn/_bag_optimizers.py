@@ -13,16 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim._torch_private import active_ddp
 from fusedoptim.adagrad import FusedAdagrad
+from fusedoptim.nn._single_bags import check_trainable
 from fusedoptim.ops._bag_checks import check_contiguous
 from fusedoptim.ops._embedding_bags import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.sgd import FusedSGD
-from fusedoptim.step.checks import OPTIONS
+from fusedoptim.step.checks import OPTIONS, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import TRAIL, State, state_dtype, update_order
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, state_dtype, update_order
 
 _LR = 0.01
 _SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
@@ -38,6 +39,8 @@ class BagOptimizer(FusedOptimizer):
     """The hyper-parameters that the kernel gets."""
     number: int
     """The number by which the operator finds this object."""
+    updated_in: int
+    """See :class:`fusedoptim.ops._updated_bags.Rule`."""
     _absent: Sequence[tuple[str, Any]]
     """The options that the kernel does not get, with the only value that each may have."""
 
@@ -49,6 +52,7 @@ class BagOptimizer(FusedOptimizer):
     def _become_rule(self) -> None:
         """Set what the operator needs, in a new object or in a copy."""
         self.number = numbered(self)
+        self.updated_in = -1
         self._allowed: weakref.ref[DistributedDataParallel] | None = None
         taken = {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
         self._absent = [item for item in sorted(self.defaults.items()) if item[0] not in taken]
@@ -119,7 +123,10 @@ class BagOptimizer(FusedOptimizer):
             "set its default there; OneCycleLR and CyclicLR leave momentum alone with "
             "cycle_momentum=False",
         )
-        numbers = {name: number(group[name]) for name in self._hyper_parameters}
+        taken = {name: group[name] for name in self._hyper_parameters}
+        largest = torch.finfo(PARAM_DTYPES[group["params"][0].dtype].arithmetic).max
+        check_numbers(type(self).__name__, taken, self.defaults, largest)
+        numbers = {name: number(value) for name, value in taken.items()}
         if self._awaits_update:
             self._show_trails()
         return numbers
@@ -251,18 +258,15 @@ def new_optimizer(
     """An optimizer of tables; raises if it does not accept the options or the tables' memory."""
     _check_options(name, options)
     for t, weight in enumerate(weights):
-        check_not_frozen(f"MergedEmbeddingBag: the weight of table {t}", weight)
+        where = f"MergedEmbeddingBag: the weight of table {t}"
+        check_trainable(where, weight)
+        if weight.grad is not None:
+            raise ValueError(
+                f"{where} has a gradient (.grad), which an optimizer of the table would apply "
+                "later, too; call zero_grad() of that optimizer or of the bags first"
+            )
     _check_memory(weights)
     return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)
-
-
-def check_not_frozen(what: str, weight: Tensor) -> None:
-    """Raise if an optimizer must not train the table."""
-    if not weight.requires_grad:
-        raise ValueError(
-            f"{what} is frozen (requires_grad=False), and the optimizer would train it; call "
-            "requires_grad_() on it, merge without an optimizer, or keep this bag in another list"
-        )
 
 
 def _check_options(name: str, options: Mapping[str, float]) -> None:

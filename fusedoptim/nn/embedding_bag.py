@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, overload
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from fusedoptim.nn._bag_arguments import as_bag, check_alike, in_lists
+from fusedoptim.nn._bag_arguments import OPTIONS, as_bag, check_alike, in_lists, options_of
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
 from fusedoptim.nn._scripting import refuse_script
+from fusedoptim.nn._single_bags import check_plain, check_stored, refusal
 from fusedoptim.ops._embedding_bags import bags_of_tables
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
@@ -33,9 +34,10 @@ class MergedEmbeddingBag(torch.nn.Module):
             w_r - \gamma\,\frac{g}{\sqrt{s} + \epsilon}
 
     The bags are submodules named "0", "1" and so on, so a state_dict is that of a ``ModuleList`` of
-    them. Gradients are summed in the order of the indices, so they have the same bits on any number
-    of threads. With an optimizer, a bag that is called on its own in training mode, with gradients
-    enabled, would learn nothing, and raises RuntimeError.
+    them. The module does not call them, nor hooks that they get later. Gradients are summed in the
+    order of the indices, so they have the same bits on any number of threads. With an optimizer, a
+    bag that is called on its own in training mode, with gradients enabled, would learn nothing, and
+    raises RuntimeError.
 
     With an optimizer, the tables have ``requires_grad=False``, as autograd makes no gradients of
     them. :meth:`requires_grad_` of this module freezes them and trains them again; that of a model
@@ -49,6 +51,21 @@ class MergedEmbeddingBag(torch.nn.Module):
     pass within one of several processes raises RuntimeError, unless the tables are among those that
     it ignores. Use ``optimizer=None`` for all of these.
 
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` that ask for no gradient from before the
+    bags, but only for those of other layers' parameters, do not update the tables.
+
+    If a pass calls the module several times, as towers with shared tables do, each call is a step
+    of its own: with Adagrad or ``weight_decay`` this is not one step with the summed gradients.
+    After its first update, a backward pass cannot read what the tables were. It raises RuntimeError
+    where it would, and that update stays: for the gradient of ``per_sample_weights`` of another
+    call, or of other uses of a table; if a compiled module is called twice (compile a function that
+    contains both calls); or if two calls are in ``torch.utils.checkpoint``. A checkpoint cannot
+    tell that another backward pass has updated the tables since its forward pass: it computes bags
+    from the tables as they are.
+
+    ``torch.compile`` makes a graph for each module with an optimizer. For more than eight modules
+    that are compiled by themselves, raise ``torch._dynamo.config.recompile_limit``.
+
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
             modules become submodules, and share their parameters.
@@ -61,10 +78,11 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     Raises:
         ValueError: an unknown optimizer or mode, a number out of range, an option without effect,
-            or tables that differ in an option that must be the same for all; with an optimizer,
-            tables that are frozen or share memory.
-        TypeError: ``tables`` is not a list, an entry is not a table, or tables have different
-            dtypes.
+            or tables that differ in an option that must be the same for all; a bag has hooks, or a
+            weight that is computed from others, such as a pruned one; with an optimizer, tables
+            that are frozen, parametrized, have hooks or gradients, or share memory.
+        TypeError: ``tables`` is not a list, an entry is not a table, or has a class with a forward
+            of its own, or tables have different dtypes.
 
     Example:
         >>> import torch
@@ -96,15 +114,23 @@ class MergedEmbeddingBag(torch.nn.Module):
         super().__init__()
         if isinstance(tables, torch.nn.EmbeddingBag):
             raise TypeError("MergedEmbeddingBag: tables is one EmbeddingBag; pass a list of them")
+        if not isinstance(tables, Iterable):
+            raise TypeError(
+                f"MergedEmbeddingBag: tables={tables!r} is not a list; pass a list of EmbeddingBags"
+            )
         bags = [as_bag(t, table) for t, table in enumerate(tables)]
+        for t, bag in enumerate(bags):
+            where = f"MergedEmbeddingBag: table {t}"
+            if optimizer is not None or not parametrize.is_parametrized(bag, "weight"):
+                check_stored(where, bag)
+            check_plain(where, bag)
         check_alike(bags)
         self.include_last_offset = bags[0].include_last_offset
         """Whether offsets include where the last bag ends, as in torch; the same for all tables."""
         self.sparse = bags[0].sparse
         """Whether the gradients of the tables are sparse; with an optimizer they have none."""
-        self._modes = [bag.mode for bag in bags]
-        self._padding_idx = [bag.padding_idx for bag in bags]
-        self._means = [mode == "mean" for mode in self._modes]
+        self._options = [options_of(bag) for bag in bags]
+        self._means = [bag.mode == "mean" for bag in bags]
         self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         given = {name: value for name, value in options.items() if value is not None}
@@ -141,7 +167,7 @@ class MergedEmbeddingBag(torch.nn.Module):
             >>> merged[0] is bags[0]
             True
         """
-        return cls(list(bags), **options)
+        return cls(bags, **options)
 
     def __len__(self) -> int:
         return len(self._means)
@@ -235,7 +261,7 @@ class MergedEmbeddingBag(torch.nn.Module):
                 check indices that may be wrong beforehand.
             RuntimeError: on the CPU, an offset does not fit. The first must be 0, and none may be
                 less than the previous one or more than the number of indices. On a GPU, a wrong
-                offset acts like a wrong index. Or the mode or ``padding_idx`` of a bag has changed
+                offset acts like a wrong index. Or an option of a bag, such as its mode, has changed
                 since it was merged.
             ValueError: a shape does not fit.
             TypeError: a dtype does not fit.
@@ -275,21 +301,20 @@ class MergedEmbeddingBag(torch.nn.Module):
 
     def _weights(self) -> list[Tensor]:
         bags = self._bags()
-        if [bag.mode for bag in bags] != self._modes:
-            self._raise_changed("mode", self._modes)
-        if [bag.padding_idx for bag in bags] != self._padding_idx:
-            self._raise_changed("padding_idx", self._padding_idx)
+        if [options_of(bag) for bag in bags] != self._options:
+            self._raise_changed(bags)
         try:  # ``bag.weight`` finds the same, but calls a Python function for it
             return [bag._parameters["weight"] for bag in bags]
         except KeyError:  # a parametrization computes it
             return [bag.weight for bag in bags]
 
-    def _raise_changed(self, name: str, before: Sequence[Any]) -> NoReturn:
-        after = [getattr(bag, name) for bag in self]
-        t = next(t for t, pair in enumerate(zip(before, after)) if pair[0] != pair[1])
+    def _raise_changed(self, bags: Sequence[Any]) -> NoReturn:
+        pairs = zip(map(options_of, bags), self._options)
+        t, after, before = next((t, *pair) for t, pair in enumerate(pairs) if pair[0] != pair[1])
+        name = next(name for name, a, b in zip(OPTIONS, after, before) if a != b)
         raise RuntimeError(
-            f"MergedEmbeddingBag: table {t} has {name}={after[t]!r}, and had {before[t]!r} when it "
-            "was merged; set it before the bags are merged"
+            f"MergedEmbeddingBag: table {t} has {name}={getattr(bags[t], name)!r}, and had "
+            f"{before[OPTIONS.index(name)]!r} when it was merged; set it before the bags are merged"
         )
 
     def extra_repr(self) -> str:
@@ -336,7 +361,7 @@ class MergedEmbeddingBagWithSGD(MergedEmbeddingBag):
             lr: learning rate.
             weight_decay: L2 penalty of the rows in a batch.
         """
-        return cls(list(tables), lr, weight_decay)
+        return cls(tables, lr, weight_decay)
 
 
 class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
@@ -377,7 +402,7 @@ class MergedEmbeddingBagWithAdagrad(MergedEmbeddingBag):
             lr: learning rate.
             eps: what keeps the divisor from zero.
         """
-        return cls(list(tables), lr, eps)
+        return cls(tables, lr, eps)
 
 
 def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[RemovableHandle]:
@@ -393,7 +418,7 @@ def refuse_calls(merged: MergedEmbeddingBag, name: str, call: str) -> Sequence[R
     """
     for handle in merged._refusals:
         handle.remove()
-    refuse = functools.partial(_refuse_training, name, call)
+    refuse = refusal(name, call)
     merged._refusals[:] = [bag.register_forward_pre_hook(refuse) for bag in merged]
     return merged._refusals
 
@@ -406,14 +431,3 @@ def is_frozen(merged: MergedEmbeddingBag) -> bool:
 def optimizer_of(merged: MergedEmbeddingBag) -> BagOptimizer | None:
     """The optimizer that updates the tables of a module, if it has one."""
     return merged._optimizer
-
-
-def _refuse_training(name: str, call: str, bag: torch.nn.Module, args: object) -> None:
-    """Raise if a bag that only the merged module updates is called on its own for training."""
-    if bag.training and torch.is_grad_enabled() and not bag.weight.requires_grad:
-        raise RuntimeError(
-            f"a bag of {name} was called by itself, and would learn nothing: its table is updated "
-            f"by the backward pass of the merged module. Call that in the forward, as in {call}, "
-            "or call the bag in eval mode or under torch.no_grad(). To train a copy of the bag by "
-            "another optimizer, call requires_grad_() on it"
-        )

@@ -37,7 +37,7 @@ def check_batch(
     if len(indices) not in (1, tables) or len(offsets) != len(indices):
         raise ValueError(
             f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
-            f"{len(offsets)} of offsets; pass one of each per table, or one for all"
+            f"{len(offsets)} of offsets; pass lists with one of each per table, or one for all"
         )
     if not have_known_kinds:
         _check_integers(indices, offsets, weights[0].device)
@@ -69,6 +69,11 @@ def _as_list(what: str, given: Any) -> list[Tensor]:
     if not isinstance(given, Iterable):
         raise TypeError(
             f"embedding_bags: {what} are of type {type(given).__name__}; pass a list of tensors"
+        )
+    if isinstance(given, Tensor) and given.dim() == 1:
+        raise TypeError(
+            f"embedding_bags: {what} are one tensor; pass a list with it, which is then for all "
+            "tables"
         )
     found = list(given)
     if not _PLAIN.issuperset(map(type, found)):

@@ -37,17 +37,28 @@ def by_table(
     return own, [part - begin for part, (begin, _) in zip(of_tables, cuts)]
 
 
+def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[int]:
+    """The tables whose bags have a gradient."""
+    return [t for t in range(tables) if len(grads) < tables or grads[t] is not None]
+
+
+def chosen_of(chosen: Sequence[int], tables: int, *lists: Sequence[Any]) -> list[list[Any]]:
+    """The chosen entries of lists with one for each table; all entries of other lists."""
+    if len(chosen) == tables:
+        return list(map(list, lists))
+    return [[x[t] for t in chosen] if len(x) == tables else list(x) for x in lists]
+
+
 def _bags_of(starts: Tensor) -> Tensor:
     """The bag of each index."""
     return torch.repeat_interleave(starts.diff())
 
 
-def _by_bag(grads: Sequence[Tensor | None], weights: Tensors) -> Sequence[Tensor | None]:
+def _by_bag(grads: Tensors, weights: Tensors) -> Sequence[Tensor]:
     """The gradient of each table's bags."""
     if len(grads) == len(weights):
         return grads
     (joined,) = grads
-    assert joined is not None
     return torch.split(joined, [weight.shape[1] for weight in weights], dim=1)
 
 
@@ -68,7 +79,6 @@ def _row_gradients(
         factors, _ = by_table(samples, offsets, len(weights), last)
     results: list[Tensor] = []
     for t, grad in enumerate(_by_bag(grads, weights)):
-        assert grad is not None
         bags, rows, factor = _bags_of(starts[t]), own[t][: int(starts[t][-1])], factors[t]
         if factor is not None:
             factor = factor[: len(rows)]
@@ -127,7 +137,7 @@ def batched_gradients(grads: Tensors, weights: Tensors, *rest: Any) -> list[Tens
 
 
 def _sample_gradients(
-    grads: Sequence[Tensor | None],
+    grads: Tensors,
     weights: Tensors,
     indices: Tensors,
     offsets: Tensors,
@@ -137,14 +147,11 @@ def _sample_gradients(
     own, starts = by_table(indices, offsets, len(weights), last)
     results = []
     for t, grad in enumerate(_by_bag(grads, weights)):
-        result = weights[t].new_zeros(len(own[t]))
-        if grad is not None:
-            bags = _bags_of(starts[t])
-            rows = own[t][: len(bags)]
-            products = (grad.index_select(0, bags) * weights[t].index_select(0, rows)).sum(1)
-            known = torch.where(rows == paddings[t], 0.0, products)
-            result = torch.cat([known, result[len(bags) :]])
-        results.append(result)
+        bags = _bags_of(starts[t])
+        rows = own[t][: len(bags)]
+        products = (grad.index_select(0, bags) * weights[t].index_select(0, rows)).sum(1)
+        known = torch.where(rows == paddings[t], 0.0, products)
+        results.append(torch.cat([known, weights[t].new_zeros(len(own[t]) - len(bags))]))
     if len(indices) == len(weights):
         return results
     result = torch.cat(results)
@@ -152,12 +159,12 @@ def _sample_gradients(
     return [torch.cat([result, rest])]
 
 
-_sample_gradients_of: Any = torch.library.custom_op(
+_sample_gradients_of: Any = torch.library.custom_op(  # which raises where it is differentiated
     "fusedoptim::embedding_bags_sample_gradients",
     _sample_gradients,
     mutates_args=(),
     device_types=DEVICES,
-    schema="(Tensor?[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    schema="(Tensor[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
     "int[] paddings, bool last) -> Tensor[]",
 )
 _sample_gradients_of.register_fake(
@@ -165,16 +172,32 @@ _sample_gradients_of.register_fake(
 )
 
 
-def sample_gradients(grads: Sequence[Tensor | None], *rest: Any) -> list[Tensor]:
+def sample_gradients(
+    grads: Sequence[Tensor | None],
+    weights: Tensors,
+    indices: Tensors,
+    offsets: Tensors,
+    paddings: Sequence[int],
+    last: bool,
+) -> list[Tensor]:
     """The gradients of the sample weights, laid out as they are.
 
     Args:
         grads: the gradients of the bags; None where there is none.
-        rest: the tables, indices and offsets; the index of each table that is ignored, or -1;
-            whether offsets include where the last bag ends.
+        weights: the tables.
+        indices: their indices.
+        offsets: their offsets.
+        paddings: the index of each table that is ignored, or -1.
+        last: whether offsets include where the last bag ends.
     """
+    chosen = tables_with_gradient(grads, len(weights))
+    arguments = chosen_of(chosen, len(weights), grads, weights, indices, offsets, paddings)
     # As for batched_gradients.
-    are_batched = any(grad is not None and is_batched(grad) for grad in grads)
-    of: Any = _sample_gradients if are_batched else _sample_gradients_of
-    result: list[Tensor] = of(grads, *rest)
-    return result
+    of: Any = _sample_gradients if any(map(is_batched, arguments[0])) else _sample_gradients_of
+    found: list[Tensor] = of(*arguments, last)
+    if len(chosen) == len(weights):
+        return found
+    results = [weights[0].new_zeros(len(own)) for own in indices]
+    for t, gradient in zip(chosen, found):
+        results[t] = gradient
+    return results

@@ -31,7 +31,13 @@ from fusedoptim.ops._bag_checks import (
     check_values,
     check_weights,
 )
-from fusedoptim.ops._bag_gradients import batched_gradients, sample_gradients, sparse_gradients
+from fusedoptim.ops._bag_gradients import (
+    batched_gradients,
+    chosen_of,
+    sample_gradients,
+    sparse_gradients,
+    tables_with_gradient,
+)
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
@@ -67,11 +73,11 @@ def embedding_bags(
     Args:
         weights: :math:`w`, the tables: float32, float64, bfloat16 or float16, all of one dtype, of
             shape (rows, width).
-        indices: :math:`i`, int32 or int64: for each table, the indices of all its bags. Or one
-            tensor with those of all tables, one table after another.
+        indices: :math:`i`, int32 or int64: for each table, the indices of all its bags. Or a list
+            of one tensor with those of all tables, one table after another.
         offsets: :math:`o`, int32 or int64: for each table, where its bags begin in its indices. Or
-            one tensor with equally many bags for each table, one table after another, which all
-            count from the beginning of the indices.
+            a list of one tensor with equally many bags for each table, one table after another,
+            which all count from the beginning of the indices.
         per_sample_weights: :math:`v`, of the weights' dtype, in the form of ``indices``; 1 if left
             out.
         mean: whether the bags of each table, or of all, are means.
@@ -82,8 +88,8 @@ def embedding_bags(
         sparse: whether the gradients of the tables are sparse.
 
     Returns:
-        for each table its bags, of shape (bags, width); or, for one tensor of ``indices``, one
-        tensor of shape (bags, sum of the widths).
+        for each table its bags, of shape (bags, width); or, for one tensor of ``indices``, a list
+        of one tensor of shape (bags, sum of the widths).
 
     Raises:
         IndexError: on the CPU, an index is not a row of its table. On a GPU, a check would have to
@@ -470,18 +476,6 @@ def check_like(tables: Tables, before: Tables) -> None:
             "embedding_bags: a table's shape, dtype or device changed between the forward and the "
             "backward pass; change tables before the forward pass"
         )
-
-
-def tables_with_gradient(grads: Sequence[Tensor | None], tables: int) -> list[int]:
-    """The tables whose bags have a gradient."""
-    return [t for t in range(tables) if len(grads) < tables or grads[t] is not None]
-
-
-def chosen_of(chosen: Sequence[int], tables: int, *lists: Sequence[Any]) -> list[list[Any]]:
-    """The chosen entries of lists with one for each table; all entries of other lists."""
-    if len(chosen) == tables:
-        return list(map(list, lists))
-    return [[x[t] for t in chosen] if len(x) == tables else list(x) for x in lists]
 
 
 _embedding_bags = register(

@@ -86,8 +86,10 @@ def roi_align(
     height, width = _pair(output_size)
     scale = as_real("roi_align", "spatial_scale", spatial_scale)
     ratio = as_integer("roi_align", "sampling_ratio", sampling_ratio)
-    rois = boxes if isinstance(boxes, Tensor) else _joined(boxes)
-    rois = autocast(rois, torch.float32)
+    if isinstance(boxes, Tensor):
+        rois = autocast(boxes, torch.float32)
+    else:
+        rois = _joined(boxes, input.dtype)
     result: Tensor = _roi_align(input, rois, scale, height, width, ratio, aligned)
     return result
 
@@ -100,8 +102,8 @@ def _pair(output_size: int | Sequence[int]) -> tuple[int, int]:
     return height, width
 
 
-def _joined(boxes: Sequence[Tensor]) -> Tensor:
-    """Boxes of several maps, each with the index of its map."""
+def _joined(boxes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Boxes of several maps of a dtype, each with the index of its map."""
     check_tensors("roi_align", **{f"boxes[{k}]": of_map for k, of_map in enumerate(boxes)})
     for k, of_map in enumerate(boxes):
         if of_map.dim() != 2 or of_map.shape[1] != 4:
@@ -111,8 +113,12 @@ def _joined(boxes: Sequence[Tensor]) -> Tensor:
             )
     if not boxes:
         raise ValueError("roi_align: boxes is an empty list; pass a tensor of (L, 4) for each map")
-    indices = [torch.full_like(of_map[:, :1], k) for k, of_map in enumerate(boxes)]
-    return torch.cat([torch.cat(indices), torch.cat(list(boxes))], 1)
+    corners = autocast(torch.cat(list(boxes)), torch.float32)
+    if corners.dtype == dtype and dtype.itemsize == 2:
+        corners = corners.float()  # 16 bits cannot tell all maps apart, bfloat16 only 257
+    kind = corners.dtype
+    indices = [torch.full_like(of_map[:, :1], k, dtype=kind) for k, of_map in enumerate(boxes)]
+    return torch.cat([torch.cat(indices), corners], 1)
 
 
 def _like(

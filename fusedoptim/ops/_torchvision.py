@@ -29,7 +29,8 @@ class Replacement:
     """What :func:`replace_torchvision` has replaced; a context manager that restores it at its end.
 
     Made by :func:`replace_torchvision`. Contexts may be nested, and run in several threads: the
-    last one that ends restores, unless a call without a context has replaced the kernels too.
+    last one that ends restores, unless a call without a context has replaced the kernels too. What
+    was restored cannot be entered again, and raises RuntimeError.
 
     Example:
         >>> import fusedoptim
@@ -64,6 +65,11 @@ class Replacement:
 
     def __enter__(self) -> Replacement:
         with _lock:
+            if not self.is_active:
+                raise RuntimeError(
+                    "replace_torchvision: this Replacement was restored, so torchvision's kernels "
+                    "would run in the context; call replace_torchvision() again"
+                )
             self._calls = max(self._calls - 1, 0)
             self._contexts += 1
         return self

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from fusedoptim._torch_private import BelowAutograd, increment_version
+from fusedoptim._torch_private import BelowAutograd, backward_pass, increment_version
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_checks import as_lists
-from fusedoptim.ops._bag_gradients import sample_gradients
+from fusedoptim.ops._bag_gradients import chosen_of, sample_gradients, tables_with_gradient
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._embedding_bags import (
     ROWWISE,
@@ -21,12 +21,10 @@ from fusedoptim.ops._embedding_bags import (
     batch_of,
     check_again,
     check_like,
-    chosen_of,
     compute_bags,
     new_bags,
     save_lists,
     saved_lists,
-    tables_with_gradient,
 )
 from fusedoptim.ops._registering import is_plain, needed, register, register_without_gradient
 
@@ -35,6 +33,9 @@ Tensors = Sequence[Tensor]
 
 class Rule(Protocol):
     """How the tables are updated."""
+
+    updated_in: int
+    """The number of the last backward pass that has updated them, or -1."""
 
     @property
     def kernel(self) -> str:
@@ -94,7 +95,14 @@ def _check_pass(
     tables: Tables, weights: Tensors, sums: Tensors, trails: Tensors, rule: int
 ) -> None:
     """Raise unless the backward pass of this forward pass can update the tables."""
-    found = _rule_of(rule)
+    found, backward = _rule_of(rule), backward_pass()
+    if -1 != backward <= found.updated_in:
+        raise RuntimeError(
+            "MergedEmbeddingBag: a backward pass that has updated the tables computes their bags "
+            "again, as torch.utils.checkpoint does, and would get others than before; in each "
+            "pass, call the module in one checkpoint, outside of checkpoints, or without an "
+            "optimizer"
+        )
     found.begin_pass()
     _check_updated(tables, weights, sums, trails, found)
 
@@ -160,7 +168,9 @@ def _update_rows(
     if trails:
         columns["trail"] = trails
     variant = "split" if trails else batch.tables.variant
-    gradient.walk(found.kernel, variant, columns, found.numbers())
+    numbers = found.numbers()
+    found.updated_in = backward_pass()
+    gradient.walk(found.kernel, variant, columns, numbers)
     increment_version(weights)
 
 
@@ -199,7 +209,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
         before = None if batch is None else batch.tables
         check_again(ctx, weights, indices, offsets, last, before)
         lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
-        _update_tables(*chosen_of(chosen, len(weights), *lists), last, rule)
+        arguments = chosen_of(chosen, len(weights), *lists)
+        _update_tables(*arguments, last, rule)
+        increment_version(arguments[0])  # for a tracer, which runs no kernel
     return [None, None, None, None, None, None, of_samples, None, None, None, None]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fusedoptim.runtime._cores import listed
+from fusedoptim.runtime._cores import listed, process_cores
 
 _TASKS = "/proc/self/task"
 _forked: list[int] = []
@@ -84,6 +84,7 @@ class Settings:
     def __init__(self) -> None:
         import torch
 
+        self._openmp = _openmp()  # raises if torch has none, before anything is changed
         self.cores = frozenset(os.sched_getaffinity(0))
         self.threads = torch.get_num_threads()  # makes torch set them too, before we do
         self.mkl_threads: list[int] = []
@@ -99,16 +100,19 @@ class Settings:
             RuntimeError: the thread's OpenMP threads have not survived a fork.
             ValueError: a core is no longer this process's.
         """
-        openmp, count = _openmp(), len(cores)
+        openmp, count = self._openmp, len(cores)
         if count > 1 and threading.get_ident() in _forked:
             raise RuntimeError(
                 f"pin() cannot start OpenMP threads on cores {listed(cores)}: this process was "
                 "forked, and its parent's threads did not survive the fork; call the pool's "
                 "submit(), pin to one core, or start processes by the method 'spawn'"
             )
-        with contextlib.suppress(OSError):  # it may use none of them: the error below says so
-            os.sched_setaffinity(0, cores)
-        if lost := cores - os.sched_getaffinity(0):
+        lost = cores - process_cores()  # Linux would let a thread leave the process's affinity
+        if not lost:
+            with contextlib.suppress(OSError):  # it may use none of them: the error below says so
+                os.sched_setaffinity(0, cores)
+            lost = cores - os.sched_getaffinity(0)
+        if lost:
             raise ValueError(
                 f"pool: this process may no longer use core {listed(lost)}; make another CPUPool"
             )
@@ -123,9 +127,10 @@ class Settings:
 
     def restore(self) -> None:
         """Undo :meth:`change`, also one that was interrupted; a second call changes nothing."""
-        openmp = _openmp()
+        openmp = self._openmp
         os.sched_setaffinity(0, self.cores)
         if not self.mkl_threads:
+            openmp.set_threads(self.threads)  # it may have been interrupted after that
             return
         count = openmp.threads()  # as many as cores, unless the program has set another number
         if count > 1 and threading.get_ident() not in _forked:

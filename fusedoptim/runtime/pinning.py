@@ -6,8 +6,10 @@ See docs/design/pinned-threads.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +26,17 @@ _RUN_LATER = (
     inspect.isasyncgenfunction,
 )
 """Whether a call of a function only returns an object that runs its body later."""
+
+
+class _ExitMethod:
+    """``pin.__exit__``, of which each ``with`` statement gets an :class:`_Exit` of its own."""
+
+    def __get__(self, pinned: pin | None, owner: type[pin]) -> Callable[..., None]:
+        if pinned is None:  # contextlib.ExitStack passes the pin itself
+            return _leave_innermost
+        leave = _Exit(_leave_innermost, pinned)
+        _entered.exit = weakref.ref(leave)
+        return leave
 
 
 class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
@@ -88,20 +101,25 @@ class pin(contextlib.ContextDecorator):  # in lower case, like torch.no_grad
         entered = _Entered(self, Settings())
         try:
             _entered.pins.append(entered)
+            _entered.give_to_exit(entered)
             unpinned.setdefault(threading.get_ident(), entered.before.cores)
             entered.before.change(self._cores)
         except BaseException:
             _insist(_leave, entered)
             raise
 
-    def __exit__(self, *exception: object) -> None:
-        pins = _entered.pins
-        if not pins or pins[-1].pin is not self:
-            raise RuntimeError(
-                f"this pin to cores {listed(self._cores)} is not the one that the thread entered "
-                "last; leave pins in reverse order, in the thread that entered them"
-            )
-        _insist(_leave, pins[-1])
+    __exit__ = _ExitMethod()
+
+
+def _leave_innermost(pinned: pin, *exception: object) -> None:
+    """What ``pin.__exit__`` does."""
+    pins = _entered.pins
+    if not pins or pins[-1].pin is not pinned:
+        raise RuntimeError(
+            f"this pin to cores {listed(pinned._cores)} is not the one that the thread entered "
+            "last; leave pins in reverse order, in the thread that entered them"
+        )
+    _insist(_leave, pins[-1])
 
 
 class _Entered(NamedTuple):
@@ -111,11 +129,37 @@ class _Entered(NamedTuple):
     before: Settings
 
 
+class _Exit(functools.partial[None]):
+    """What a ``with`` statement keeps of a pin, and calls at its end.
+
+    A signal's handler may raise at the first instruction of a Python function, before that can
+    leave the pin. The statement then drops this object, which no Python function has got.
+    """
+
+    entered: _Entered | None = None
+    """What the statement has entered."""
+
+    def __del__(self) -> None:
+        entered = self.entered
+        if entered is not None and entered in _entered.pins:
+            _insist(_leave, entered)
+
+
 class _Pins(threading.local):
-    """The pins that the calling thread is in, outermost first."""
+    """The pins that the calling thread is in."""
 
     def __init__(self) -> None:
         self.pins: list[_Entered] = []
+        """Outermost first."""
+        self.exit: weakref.ref[_Exit] | None = None
+        """What the last ``with`` statement, which gets it before it enters, will call."""
+
+    def give_to_exit(self, entered: _Entered) -> None:
+        """Tell the ``with`` statement that is entering a pin, if one is, what to leave."""
+        leave = None if self.exit is None else self.exit()
+        self.exit = None
+        if leave is not None and leave.args[0] is entered.pin:
+            leave.entered = entered
 
 
 _entered = _Pins()

@@ -150,6 +150,30 @@ def test_increment_version() -> None:
     assert [tensor._version for tensor in tensors] == [1, 1]
 
 
+def test_backward_pass() -> None:
+    """A pass within a pass has a larger number, and so has a later one."""
+    found = []
+
+    def note(_: Any) -> None:
+        found.append(_torch_private.backward_pass())
+
+    def note_twice(grad: Any) -> None:
+        note(grad)
+        with torch.enable_grad():
+            y = torch.ones(1, requires_grad=True) * 2
+        y.register_hook(note)
+        y.backward()
+        note(grad)
+
+    x = torch.ones(1, requires_grad=True)
+    for hook in (note_twice, note):
+        y = x * 2
+        y.register_hook(hook)
+        y.backward()
+    assert found[0] == found[2] < found[1] < found[3]
+    assert _torch_private.backward_pass() == -1
+
+
 def test_profiler_enabled() -> None:
     assert not _torch_private.profiler_enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -341,6 +341,11 @@ REFUSED_WITH_OPTIMIZER: dict[str, tuple[Callable[[], nn.Module], type[Exception]
         ValueError,
         "tables.1.weight is fro",
     ),
+    "hook of a table": (
+        lambda: _changed(lambda t: t[1].weight.register_hook(print)),
+        ValueError,
+        "tables.1.weight has hooks for its gradient",
+    ),
     "tied": (_tied, ValueError, "inner.tables.0.weight is also a parameter of tied"),
     "optimized": (
         lambda: transforms.optimize(Outer().eval(), dtype=torch.bfloat16),
@@ -385,6 +390,24 @@ def test_refused_with_an_optimizer(what: str) -> None:
 )
 def test_refused_options(options: dict[str, Any], message: str) -> None:
     _check_refused(Outer(), "inner.tables", ValueError, re.escape(message), **options)
+
+
+def test_gradients_from_before() -> None:
+    """Their optimizer would still apply them; a copy has none."""
+    model: Any = Outer()
+    bags = model.inner.tables
+    for bag in bags:
+        bag.weight.grad = torch.ones_like(bag.weight)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="weight of table 0 has a gradient"):
+        merged(model, "inner.tables", inplace=True, optimizer="sgd")
+    assert fingerprint(model) == before
+    assert all(bag.weight.requires_grad for bag in bags)
+    copied = merged(model, "inner.tables", optimizer="sgd")
+    assert all(bag.weight.grad is None for bag in copied.inner.tables)
+    assert all(bag.weight.grad is not None for bag in bags)
+    model.zero_grad()
+    merged(model, "inner.tables", inplace=True, optimizer="sgd")
 
 
 def test_refused_twice() -> None:

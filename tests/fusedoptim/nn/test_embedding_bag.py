@@ -6,11 +6,13 @@ import copy
 import io
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import nn
@@ -197,6 +199,8 @@ class TestRefused:
             ([], {}, ValueError, "tables=[] is empty"),
             ([3], {}, TypeError, "table 0 is of type int"),
             (BAG, {}, TypeError, "tables is one EmbeddingBag; pass a list"),
+            (None, {}, TypeError, "tables=None is not a list; pass a list of EmbeddingBags"),
+            (5, {"optimizer": "sgd"}, TypeError, "tables=5 is not a list; pass a list"),
             ([(4, 2)], {"optimizer": "sgd", "eps": 0.1}, ValueError,
              "eps is for optimizer='adagrad' and 'rowwise_adagrad', and 'sgd' takes lr, weight"),
             ([(4, 2)], {"optimizer": "sgd", "split": "yes"}, TypeError, "split is 'yes'; pass"),
@@ -217,6 +221,20 @@ class TestRefused:
     def test_wrong(self, tables: Any, options: Any, error: Any, message: str) -> None:
         with pytest.raises(error, match=re.escape(message)):
             MergedEmbeddingBag(tables, **options)
+        with pytest.raises(error, match=re.escape(message)):
+            MergedEmbeddingBag.from_embedding_bags(tables, **options)
+
+    def test_a_gradient_from_before(self) -> None:
+        """Its optimizer would apply it in a later step, beside the updates of backward passes."""
+        bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
+        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        bag(torch.tensor([1]), self.OFFSETS).sum().backward()
+        with pytest.raises(ValueError, match=r"weight of table 0 has a gradient \(\.grad\), which"):
+            MergedEmbeddingBag([bag], "sgd")
+        assert bag.weight.requires_grad
+        MergedEmbeddingBag([bag])
+        optimizer.zero_grad()
+        MergedEmbeddingBag([bag], "sgd")
 
     @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
     def test_wrong_index_changes_nothing(self, optimizer: str | None) -> None:
@@ -276,6 +294,84 @@ class TestRefused:
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="construct it with optimizer='sgd'"):
             new_module(None).optimizer()
+
+
+def _weight_norm(bag: Any) -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.nn.utils.weight_norm(bag)
+
+
+class TestBagsThatDoMore:
+    """A merged module does not call its bags, so it refuses those that do more than look up."""
+
+    @pytest.mark.parametrize("optimizer", [None, "sgd"])
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            (_weight_norm, ValueError, "has a weight that is computed from others"),
+            (
+                lambda bag: prune.random_unstructured(bag, "weight", 0.5),
+                ValueError,
+                "has a weight that is computed from others",
+            ),
+            (lambda bag: bag.register_forward_hook(print), ValueError, "has hooks, which"),
+            (lambda bag: bag.register_forward_pre_hook(print), ValueError, "has hooks, which"),
+            (lambda bag: bag.register_full_backward_hook(print), ValueError, "has hooks, which"),
+            (
+                lambda bag: setattr(bag, "forward", print),
+                TypeError,
+                "is of type EmbeddingBag with methods of its own",
+            ),
+        ],
+    )
+    def test_refused(
+        self, optimizer: str | None, change: Callable[[Any], object], error: Any, message: str
+    ) -> None:
+        bags = [torch.nn.EmbeddingBag(4, 2, mode="sum") for _ in range(2)]
+        change(bags[1])
+        for make in (MergedEmbeddingBag, MergedEmbeddingBag.from_embedding_bags):
+            with pytest.raises(error, match=f"table 1 {message}"):
+                make(bags, optimizer=optimizer)
+
+    def test_classes(self) -> None:
+        class Own(torch.nn.EmbeddingBag):
+            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+                return super().forward(*args, **kwargs) / 2
+
+        class Renamed(torch.nn.EmbeddingBag): ...
+
+        with pytest.raises(TypeError, match="table 0 is of type Own with methods of its own"):
+            MergedEmbeddingBag([Own(4, 2, mode="sum")])
+        MergedEmbeddingBag([Renamed(4, 2, mode="sum")])
+
+    @pytest.mark.parametrize(
+        "register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
+    )
+    def test_hooks_of_a_table(self, register: Any) -> None:
+        """Only without an optimizer are there gradients for which the hooks are called."""
+        bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
+        register(bag.weight, lambda _: None)
+        with pytest.raises(ValueError, match="the weight of table 0 has hooks for its gradient"):
+            MergedEmbeddingBag([bag], "sgd")
+        MergedEmbeddingBag([bag])
+
+    def test_a_parametrized_table(self) -> None:
+        """It is computed in each call; an optimizer would not find it."""
+        bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
+        torch.nn.utils.parametrizations.weight_norm(bag)
+        args = torch.tensor([1, 3, 3]), torch.tensor([0, 2])
+        merged = MergedEmbeddingBag([bag])
+        for _ in range(2):
+            assert torch.equal(merged([args[0]], [args[1]])[0], bag(*args))
+            torch.nn.init.normal_(bag.parametrizations.weight.original1)
+        with pytest.raises(ValueError, match="table 0 has a weight that is computed from others"):
+            MergedEmbeddingBag([bag], "sgd")
+
+    def test_merged_again(self) -> None:
+        """The hooks of the module that trains the bags do not matter."""
+        trained, bags = new_module("sgd"), new_bags(ROWS)
+        again = MergedEmbeddingBag([*trained])
+        assert all(map(torch.equal, again(*bags), trained(*bags)))
 
 
 class TestModules:

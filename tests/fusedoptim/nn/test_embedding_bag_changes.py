@@ -41,10 +41,15 @@ def _transpose(module: MergedEmbeddingBag) -> None:
     module[0].weight.data = module[0].weight.data.t().contiguous().t()
 
 
-def _check_unchanged(module: MergedEmbeddingBag, call: Callable[[], Any], message: str) -> None:
+def _check_unchanged(
+    module: MergedEmbeddingBag,
+    call: Callable[[], Any],
+    message: str,
+    error: Any = (RuntimeError, ValueError),
+) -> None:
     optimizer = module.optimizer()
     before = [w.clone() for w in weights_of(module)], copy.deepcopy(optimizer.state_dict())
-    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
+    with pytest.raises(error, match=re.escape(message)):
         call()
     assert all(map(torch.equal, before[0], weights_of(module)))
     assert repr(optimizer.state_dict()) == repr(before[1])
@@ -134,7 +139,17 @@ class TestTables:
 
 class TestOptions:
     @pytest.mark.parametrize("optimizer", [None, "sgd"])
-    @pytest.mark.parametrize(("name", "value"), [("mode", "max"), ("padding_idx", 0)])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("mode", "max"),
+            ("padding_idx", 0),
+            ("max_norm", 1.0),
+            ("scale_grad_by_freq", True),
+            ("include_last_offset", False),
+            ("sparse", True),
+        ],
+    )
     def test_of_a_bag(self, optimizer: str | None, name: str, value: Any) -> None:
         module, bags = new_module(optimizer), new_bags(ROWS)
         before = getattr(module[1], name)
@@ -156,6 +171,29 @@ class TestOptions:
         module.optimizer().param_groups[0][name] = value
         message = f"param_groups have {name}={value}, which the update in the backward pass lacks"
         _check_unchanged(module, lambda: torch.autograd.backward(outputs, grads), message)
+
+    @pytest.mark.parametrize(
+        ("optimizer", "name"), [("sgd", "lr"), ("adagrad", "eps"), ("rowwise_adagrad", "lr")]
+    )
+    @pytest.mark.parametrize(
+        ("value", "error"),
+        [
+            (float("nan"), ValueError),
+            (torch.tensor(torch.nan), ValueError),
+            ("x", TypeError),
+            (None, TypeError),
+            (1e300, OverflowError),
+        ],
+    )
+    def test_that_are_no_numbers(
+        self, optimizer: str, name: str, value: Any, error: type[Exception]
+    ) -> None:
+        module = new_module(optimizer)
+        ((bags, grads),) = new_batches(module, 1)
+        outputs = module(*bags)
+        module.optimizer().param_groups[0][name] = value
+        message = f"{name} is {value}; set it to a number of at most 3.403e+38"
+        _check_unchanged(module, lambda: torch.autograd.backward(outputs, grads), message, error)
 
     def test_one_cycle(self) -> None:
         """The scheduler changes momentum unless it is told not to."""

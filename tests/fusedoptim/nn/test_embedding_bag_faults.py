@@ -130,6 +130,18 @@ class TestWrong:
         )
         assert all(map(torch.equal, before, values_of(module)))
 
+    @pytest.mark.parametrize("has_last", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_offsets_whose_difference_overflows(self, dtype: torch.dtype, has_last: bool) -> None:
+        bag = torch.nn.EmbeddingBag(10, 4, mode="sum", include_last_offset=has_last)
+        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        for wrong in ([most, -2], [most, least], [most, least, 6], [2, most, least, 4]):
+            offsets = torch.tensor([0, *wrong, 6], dtype=dtype)
+            with pytest.raises(
+                RuntimeError, match=r"offset \d of offsets 0 is -?\d+, but the prev"
+            ):
+                MergedEmbeddingBag([bag])(torch.arange(6), offsets)
+
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     @pytest.mark.parametrize("joined", [False, True])
     @pytest.mark.parametrize("is_compiled", [False, True])

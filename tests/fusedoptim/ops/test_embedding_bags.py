@@ -282,8 +282,7 @@ class TestTracing:
         rest = weights, indices, offsets
         for op in (of.embedding_bags_dense_gradients, of.embedding_bags_row_gradients):
             check(op, grads, *rest, [], means, paddings, last)
-        some = grads if joined else [None, *grads[1:]]
-        check(of.embedding_bags_sample_gradients, some, *rest, paddings, last)
+        check(of.embedding_bags_sample_gradients, grads, *rest, paddings, last)
 
     def test_opcheck_of_updates(self) -> None:
         merged, bags = MergedEmbeddingBag([(rows, 20) for rows in ROWS], "adagrad"), new_bags(ROWS)
@@ -446,6 +445,15 @@ class TestRefused:
             with pytest.raises(RuntimeError, match="padding_idx of table 0"):
                 embedding_bags(*args, padding_idx=[padding])
 
+    def test_tensors_without_a_list(self) -> None:
+        joined = torch.cat(self.INDICES), torch.tensor([0, 3])
+        (wanted,) = embedding_bags(self.TABLES, *([tensor] for tensor in joined))
+        assert wanted.shape == (1, 5)
+        with pytest.raises(TypeError, match="indices are one tensor; pass a list with it"):
+            embedding_bags(self.TABLES, *joined)
+        with pytest.raises(TypeError, match="offsets are one tensor; pass a list with it"):
+            embedding_bags(self.TABLES, [joined[0]], joined[1])
+
     def test_joined_bags_do_not_divide(self) -> None:
         with pytest.raises(ValueError, match="3 bags for 2 tables"):
             embedding_bags(self.TABLES, [self.INDICES[0]], [torch.tensor([0, 1, 2])])
@@ -456,3 +464,17 @@ class TestRefused:
         (grad,) = torch.autograd.grad(y.square().sum(), weights, create_graph=True)
         with pytest.raises(RuntimeError):
             grad.sum().backward()
+
+    @pytest.mark.parametrize("used", [1, 2])
+    @pytest.mark.parametrize("is_trained", [False, True])
+    def test_second_derivative_of_sample_weights(self, used: int, is_trained: bool) -> None:
+        """It raises for tables without gradients, and where a table's bags are not used, too."""
+        weights = [torch.randn(5, 2, requires_grad=is_trained) for _ in range(2)]
+        samples = [torch.rand(len(i), requires_grad=True) for i in self.INDICES]
+        outputs = embedding_bags(weights, self.INDICES, self.OFFSETS, samples)
+        loss = torch.stack([y.square().sum() for y in outputs[:used]]).sum()
+        grads = torch.autograd.grad(loss, samples[:used], create_graph=True)
+        for grad in grads:
+            assert grad.requires_grad
+            with pytest.raises(RuntimeError, match="Trying to backward through fusedoptim"):
+                grad.sum().backward(retain_graph=True)

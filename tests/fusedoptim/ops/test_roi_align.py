@@ -105,6 +105,17 @@ class TestValues:
         for boxes in (lists, tuple(lists)):
             assert torch.equal(roi_align(x, boxes, 4, SCALE), roi_align(x, rois, (4, 4), SCALE))
 
+    @pytest.mark.parametrize(("dtype", "maps"), [(torch.bfloat16, 259), (torch.float16, 2051)])
+    @pytest.mark.parametrize("is_autocast", [False, True])
+    def test_list_of_16_bit_boxes_for_many_maps(
+        self, dtype: torch.dtype, maps: int, is_autocast: bool
+    ) -> None:
+        """More maps than the boxes' dtype has integers."""
+        x = torch.arange(maps).remainder(7).to(dtype).view(maps, 1, 1, 1).expand(maps, 1, 2, 2)
+        boxes = [torch.tensor([[0.0, 0, 1, 1]], dtype=dtype)] * maps
+        with torch.autocast("cpu", dtype, enabled=is_autocast):
+            assert torch.equal(roi_align(x, boxes, 1), x[:, :, :1, :1])
+
     def test_wider_boxes_of_16_bit_maps(self) -> None:
         x, rois = torch.randn(1, 17, HEIGHT, WIDTH).bfloat16(), new_boxes(9, 1) + 1 / 512
         rois[:, 0] = 0

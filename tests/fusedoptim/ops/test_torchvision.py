@@ -82,6 +82,8 @@ def test_restored(torchvision: Any) -> None:
     replaced.restore()
     assert not replaced.is_active
     assert not is_ours()
+    with pytest.raises(RuntimeError, match=r"was restored.*call replace_torchvision\(\) again"):
+        replaced.__enter__()
     with pytest.raises(ZeroDivisionError), replace_torchvision():
         raise ZeroDivisionError
     assert not is_ours()

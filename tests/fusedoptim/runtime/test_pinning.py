@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -239,6 +240,20 @@ def test_functions_that_run_later_are_refused() -> None:
             pin(CPUPool())(function)
 
 
+def test_entered_without_a_with_statement() -> None:
+    """An ExitStack and a call of ``__exit__`` leave a pin; dropping the object does not."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pin(CPUPool(CORES[:1])))
+        assert os.sched_getaffinity(0) == set(CORES[:1])
+    assert os.sched_getaffinity(0) == set(CORES)
+    pinned = pin(CPUPool(CORES[:1]))
+    pin.__enter__(pinned)
+    assert callable(pinned.__exit__)
+    assert os.sched_getaffinity(0) == set(CORES[:1])
+    pinned.__exit__(None, None, None)
+    assert os.sched_getaffinity(0) == set(CORES)
+
+
 def test_results_are_those_of_unpinned_threads() -> None:
     inputs, layer = torch.randn(37, 129), torch.nn.Linear(129, 65)
     expected = layer.double()(inputs.double())
@@ -282,6 +297,26 @@ def test_a_core_that_is_lost(only: bool) -> None:
     assert torch.get_num_threads() == count
 
 
+@several_cores
+def test_a_process_that_was_given_fewer_cores() -> None:
+    """Pools that were made before do not widen its affinity."""
+    run("""
+        pools = CPUPool(CORES), CPUPool(CORES[-1:])
+        for pool in pools:
+            os.sched_setaffinity(0, CORES[:1])
+            for call in (pin(pool).__enter__, pool.submit(compute).result):
+                try:
+                    call()
+                except ValueError as error:
+                    assert "may no longer use core" in str(error), error
+                else:
+                    raise AssertionError
+            assert os.sched_getaffinity(0) == set(CORES[:1])
+        with pin(CPUPool(CORES[:1])), pin(CPUPool()):
+            assert os.sched_getaffinity(0) == set(CORES[:1])
+    """)
+
+
 def test_pins_left_out_of_order() -> None:
     outer, inner = pin(CPUPool(CORES[:1])), pin(CPUPool(CORES[-1:]))
     with outer:
@@ -322,12 +357,13 @@ def test_forked(when: str) -> None:
     """)
 
 
-def test_interrupted_anywhere() -> None:
-    """After an interrupt while entering or leaving a pin, all settings are restored."""
+@pytest.mark.parametrize("cores", [CORES, CORES[:1]])
+def test_interrupted_anywhere(cores: list[int]) -> None:
+    """After an interrupt while entering or leaving pins, all settings are restored."""
     before, count = masks(), torch.get_num_threads()
-    pinned = pin(CPUPool(CORES))
+    pinned = pin(CPUPool(cores))
     for n in itertools.count():
-        with InterruptAt(n, "polls", within=runtime) as interrupt, pinned:
+        with InterruptAt(n, "polls", within=runtime) as interrupt, pinned, pinned:
             pass
         assert os.sched_getaffinity(0) == set(CORES)
         assert torch.get_num_threads() == count
@@ -342,8 +378,11 @@ def test_interrupted_anywhere() -> None:
 def test_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
     _threads._openmp.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
+    pinned = pin(CPUPool(CORES[:1]))
     with pytest.raises(RuntimeError, match="built without OpenMP"):
-        pin(CPUPool(CORES[:1])).__enter__()
+        pinned.__enter__()
     monkeypatch.undo()
     _threads._openmp.cache_clear()
     assert os.sched_getaffinity(0) == set(CORES)
+    with pytest.raises(RuntimeError, match="is not the one that the thread entered last"):
+        pinned.__exit__(None, None, None)
