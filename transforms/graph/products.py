@@ -112,8 +112,11 @@ class Product(NamedTuple):
 
     @property
     def takes_addition(self) -> bool:
-        """Whether oneDNN adds to it; oneDNN could for Linears too, but slowly."""
-        return operators.name(self.node) in ("conv2d", "conv3d")
+        """Whether oneDNN adds to it; oneDNN could for Linears too, but slowly.
+
+        For groups the operator adds by torch's own functions, and in bfloat16 its ReLU raises.
+        """
+        return operators.name(self.node) in ("conv2d", "conv3d") and self.geometry[-1] == 1
 
     @property
     def _operator(self) -> Any:
