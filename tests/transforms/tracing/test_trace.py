@@ -1,10 +1,12 @@
-"""A traced value is a tensor for Python code that asks for its class, and not for C++."""
+"""A traced value is a tensor for Python code that asks, not for C++; imports are not followed."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,28 @@ def test_code_that_asks_for_the_class_gets_that_of_a_tensor(name: str) -> None:
     optimized, report = fold(model)
     assert len(report.done(CONV)) == 1, report
     assert_right(optimized, model, images())
+
+
+def test_imports_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following the lines of what forward imports, such as torch._dynamo, would take 20 seconds."""
+    body = "import sys\ndef f(): return sys._getframe().f_trace is not None\nwas_followed = f()\n"
+    (tmp_path / "imported_lazily.py").write_text(body)
+    (tmp_path / "fails_to_import.py").write_text(f"{body}raise ImportError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Imports(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            import imported_lazily  # type: ignore[import-not-found]  # made above
+
+            try:
+                import fails_to_import  # type: ignore[import-not-found]  # noqa: F401  # as above
+            except ImportError:
+                x = x + imported_lazily.was_followed
+            return self.norm(self.conv(x))
+
+    model = randomise(Imports())
+    assert len(fold(model)[1].done(CONV)) == 1
+    assert sys.modules.pop("imported_lazily").was_followed is False
 
 
 class _Double(torch.autograd.Function):
