@@ -216,7 +216,8 @@ def _checked(
         raise TypeError(f"keep={keep!r} is not a name, or a sequence of names")
     if max_error is not None:
         _check_max_error(max_error, loader)
-    if max_batches is not None and not (isinstance(max_batches, int) and max_batches > 0):
+    is_number = isinstance(max_batches, int) and not isinstance(max_batches, bool)
+    if max_batches is not None and not (is_number and max_batches > 0):
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
