@@ -25,6 +25,7 @@ from transforms.inputs.arguments import (
 from transforms.inputs.copies import copy_pair
 from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
 from transforms.inputs.sample import Comparison, caller, check_sample, seconds
+from transforms.inputs.state import put_back
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import (
@@ -144,6 +145,8 @@ def optimize(
             to call; of integers, one in a hundred may change. The report has the largest error
             after each pass, and after the cast to ``dtype``, which is not undone. The model is also
             timed with it in both layouts, and before and after packing; the report has these times.
+            After these calls, buffers are put back, and so are numbers, text, tensors, lists, dicts
+            and sets in attributes of modules. Other changes that ``forward`` makes remain.
 
     Returns:
         the model; with an optimizer, a tuple of the model and the optimizer.
@@ -320,7 +323,8 @@ def _undone(entries: Sequence[Entry], why: str) -> list[Entry]:
 def _seconds(job: Job) -> float:
     """The time of a forward pass, under autocast if the model's weights are in 16 bits."""
     dtype = job.options.dtype
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+    autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
+    with put_back(job.model), autocast:
         return seconds(caller(job.model, job.sample_input))
 
 

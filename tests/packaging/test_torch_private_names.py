@@ -48,6 +48,8 @@ NAMES = {
     "Module._parameters": f"{_PASSES}/test_fold_batch_norm.py",
     "Module._state_dict_hooks": _WRITES,
     "LSTM._flat_weights_names": f"{_PASSES}/test_packed_lstm.py",
+    # torch.jit.script writes into the model that it is given
+    "torch.jit._script": f"{_REWRITES}/test_scripting.py",
     # base classes that torch does not export
     "torch.nn.modules.batchnorm._BatchNorm": f"{_PASSES}/test_fold_batch_norm.py",
     "torch.nn.modules.dropout._DropoutNd": f"{_PASSES}/test_parallel_dropout.py",

@@ -443,6 +443,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "max_error of another type": (network, {"max_error": "x", "loader": [0]}, TypeError, "='x' is"),
     "max_error without loader": (network, {"max_error": 0.1}, ValueError, "needs a loader"),
     "max_batches": (network, {"max_batches": 0}, ValueError, "positive number"),
+    "max_batches of a bool": (network, {"max_batches": True}, ValueError, "=True is not a"),
     "run": (network, {"run": 3}, TypeError, "cannot be called"),
     "run raises": (
         network, {"loader": [torch.ones(2, 3, 8, 8)], "run": lambda model, batch: model(batch[9])},

@@ -112,8 +112,11 @@ class Product(NamedTuple):
 
     @property
     def takes_addition(self) -> bool:
-        """Whether oneDNN adds to it; oneDNN could for Linears too, but slowly."""
-        return operators.name(self.node) in ("conv2d", "conv3d")
+        """Whether oneDNN adds to it; oneDNN could for Linears too, but slowly.
+
+        For groups the operator adds by torch's own functions, and in bfloat16 its ReLU raises.
+        """
+        return operators.name(self.node) in ("conv2d", "conv3d") and self.geometry[-1] == 1
 
     @property
     def _operator(self) -> Any:
@@ -153,11 +156,27 @@ def product(node: Node, constants: set[Node]) -> Product | None:
         return None
     if value(node).dtype not in supported_dtypes():
         return None
+    if any(t.dtype != of[0].dtype for t in of) and not _is_cast(node):  # torch raises
+        return None
     if called in ("linear", "addmm"):
         is_fit = _pays(called, x, weight, bias)
         return Product(node, x, weight, bias, ()) if is_fit else None
     geometry = _geometry(called, a, x, weight)
     return None if geometry is None else Product(node, x, weight, bias, geometry)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a function gets its inputs in the dtype of autocast."""
+    ended: set[Any] = set()
+    each = node.prev
+    while each.op != "root":
+        called = getattr(each.target, "__name__", "") if each.op == "call_function" else ""
+        if called == "_exit_autocast":
+            ended.add(each.args[0])
+        elif called == "_enter_autocast" and each not in ended and each.args[0] == "cpu":
+            return each.args[2] is not False
+        each = each.prev
+    return torch.is_autocast_enabled("cpu")
 
 
 def _pays(called: str, x: Node, weight: Node, bias: Node | None) -> bool:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from transforms.inputs.state import put_back
+
 _OTHER_FORM = "the output for sample_input changed its shape or dtype"
 _MOST_OTHER_INTEGERS = 0.01
 """The share of the integers in an output that rounding may change."""
@@ -33,7 +35,7 @@ def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None)
             "tuple of arguments, or a dict of keyword arguments"
         )
     try:
-        with torch.no_grad():
+        with torch.no_grad(), put_back(model):
             caller(model, sample_input)()
     except Exception as error:  # of any class: the model's own
         raise ValueError(
@@ -43,7 +45,7 @@ def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None)
     if dtype is None:
         return
     try:
-        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        with torch.no_grad(), put_back(model), torch.autocast("cpu", dtype=dtype):
             caller(model, sample_input)()
     except Exception as error:
         raise ValueError(
@@ -156,11 +158,12 @@ class Comparison:
     def _run(self) -> list[Tensor]:
         others = {p.device for p in self._model.parameters() if p.device.type != "cpu"}
         kind = next(iter(others)).type if others else "cuda"
-        with torch.no_grad(), torch.random.fork_rng(others, device_type=kind):
-            torch.manual_seed(0)
-            with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None):
+        autocast = torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None)
+        with torch.no_grad(), put_back(self._model):
+            with torch.random.fork_rng(others, device_type=kind), autocast:
+                torch.manual_seed(0)
                 output = caller(self._model, self._sample)()
-        return [t.detach().clone() for t in _tensors(output, set())]
+            return [t.detach().clone() for t in _tensors(output, set())]
 
 
 def _tensors(output: object, seen: set[int]) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fusedoptim.split.pages import has_sole_owner, release_pages
 from transforms.inputs.sample import caller, seconds
+from transforms.inputs.state import put_back
 from transforms.passes.pack_weights import PackWeights
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
@@ -100,7 +101,7 @@ class ChannelsLast(Pass):
         if why is None and is_timed:
             dtype = job.options.dtype
             autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
-            with autocast, ExitStack() as undo:
+            with put_back(job.model), autocast, ExitStack() as undo:
                 packing = PackWeights()
                 if packing.is_on(job.options):  # packing gains only in this layout
                     packing.run(job._replace(undo=undo))

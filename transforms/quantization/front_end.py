@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
 from transforms.inputs.copies import copy_pair
 from transforms.inputs.options import Options, check_flag
+from transforms.inputs.state import put_back
 from transforms.passes import INFERENCE
 from transforms.passes.protocol import Job
 from transforms.quantization.calibration import Layers, Times, calibrate, errors, times
@@ -102,7 +103,8 @@ def quantize(
         model: a module in eval mode on the CPU.
         loader: batches of representative inputs, from which the ranges of activations and the
             errors of layers are found: each a tensor, a tuple or list of arguments, or a dict of
-            keyword arguments. None for dynamic quantization.
+            keyword arguments. None for dynamic quantization. Afterwards, what ``forward`` counts or
+            caches in the model is put back, as with the ``sample_input`` of ``optimize``.
         dynamic: quantize only Linears, and take the range of their inputs from each call. None: if
             there is no loader.
         ranges: "mse", the range with the least mean squared error; "percentile", clips 0.01 percent
@@ -214,7 +216,8 @@ def _checked(
         raise TypeError(f"keep={keep!r} is not a name, or a sequence of names")
     if max_error is not None:
         _check_max_error(max_error, loader)
-    if max_batches is not None and not (isinstance(max_batches, int) and max_batches > 0):
+    is_number = isinstance(max_batches, int) and not isinstance(max_batches, bool)
+    if max_batches is not None and not (is_number and max_batches > 0):
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
@@ -277,7 +280,8 @@ def _quantize(
     reasons = objections(model, choices.keep, choices.is_dynamic)
     layers: Layers = {name: modules[name] for name, why in reasons.items() if why is None}
     undo.callback(_unwatch, layers.values())
-    computations, measured, timed = _computations(model, layers, loader, choices)
+    with put_back(model):
+        computations, measured, timed = _computations(model, layers, loader, choices)
     slow = []
     for name in layers:
         if name not in computations:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.post_ops import post_op
+from transforms.rewrites.scripting import ScriptedAsOwn
 from transforms.tracing.modules import GLOBAL_HOOKS, has_hooks
 
 _MARK = "_fusedoptim_output"
 _ACTIVATED, _FREE = "activated", "free"
 
 
-class FusedActivation(nn.Module):
+class FusedActivation(ScriptedAsOwn):
     """An activation that returns its input if the product before it has applied it already."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
@@ -37,15 +38,6 @@ class FusedActivation(nn.Module):
             return input if post is None else post.in_place(input)
         result: Tensor = exchanged_class.own_class(self).forward(self, input)
         return result
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """This module with its own class, which ``torch.jit.script`` can compile.
-
-        It is no copy, because torch puts the result into the given model: products there find out
-        from the class that it does not look at their marks any more.
-        """
-        exchanged_class.revert(self)
-        return self
 
     def _get_name(self) -> str:
         return f"Fused{exchanged_class.own_class(self).__name__}"

@@ -24,12 +24,12 @@ from fusedoptim._torch_private import (
     has_bfloat16_products,
     is_plain_execution,
 )
-from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import mark_activated, mark_free, may_apply
 from transforms.rewrites.geometry import all_expanded
 from transforms.rewrites.packed_copy import Geometry, Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
+from transforms.rewrites.scripting import ScriptedAsOwn
 
 LEAST_PRODUCTS = 1 << 20
 """oneDNN is faster for Linears with at least this many multiplications
@@ -43,7 +43,7 @@ _MOST_TAPS = 3
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class PackedModule(nn.Module):
+class PackedModule(ScriptedAsOwn):
     """The base class of all packed modules."""
 
     _fusedoptim_pack: Pack
@@ -62,10 +62,6 @@ class PackedModule(nn.Module):
                 stacklevel=2,
             )
         return super().train(mode)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """The module that ``torch.jit.script`` compiles instead."""
-        return exchanged_class.plain_copy(self)
 
 
 def is_packed(module: nn.Module) -> bool:

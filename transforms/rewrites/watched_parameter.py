@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedoptim._torch_private import storage_use_count
+from fusedoptim._torch_private import disable_dynamo, storage_use_count
 
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch annotates as a Tensor
 _uses: Any = WeakIdKeyDictionary()
@@ -32,8 +32,12 @@ class WatchedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, as torch returns them."""
-        result: Tensor = _data.__get__(self)
-        _expose(self)  # last: settle() in another thread must find the other tensor
+        # Dynamo takes the descriptor of torch for this property, and would never come to an end.
+        is_traced = torch.compiler.is_compiling()
+        result: Tensor = detached(self).data if is_traced else _data.__get__(self)
+        (_expose_untraced if is_traced else _expose)(
+            self
+        )  # last: settle() in another thread must find the other tensor
         return result
 
     @data.setter
@@ -44,7 +48,7 @@ class WatchedParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """The values, as torch returns them; :func:`detached` does not count as a use."""
         result = detached(self)
-        _expose(self)  # last, as above
+        (_expose_untraced if torch.compiler.is_compiling() else _expose)(self)  # last, as above
         return result
 
 
@@ -58,6 +62,10 @@ def _expose(param: Tensor) -> None:
     number = next(_numbers)
     _uses[param] = number
     _latest = number  # last: who has seen this number also sees the rest
+
+
+_expose_untraced: Any = disable_dynamo(_expose)
+"""For compiled code: dynamo would compile the function again for each number."""
 
 
 def exposures() -> int:

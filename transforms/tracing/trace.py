@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import abc
+import dis
+import functools
 import inspect
+import sys
 import threading
 import traceback
 import types
@@ -28,18 +32,50 @@ _one_at_a_time = new_lock()  # torch.fx replaces methods of nn.Module while it t
 
 
 class _Proxy(fx.Proxy):
-    """A traced value that passes for a tensor in ``isinstance``."""
+    """A traced value that passes for a tensor where Python code asks, as by ``isinstance``."""
 
     _is_param = _is_buffer = False  # read by isinstance(..., Parameter) and Buffer
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return Tensor
+        # C++ asks too, and would read the memory of this object as that of a tensor.
+        return Tensor if _asks_for_class(sys._getframe(1)) else _Proxy
 
     def __setattr__(self, name: str, value: object) -> None:
         if hasattr(Tensor, name):  # such as weight.data = ...
             raise RuntimeError(f"forward sets {name} of a tensor, which a trace does not record")
         super().__setattr__(name, value)
+
+
+def _asks_for_class(frame: types.FrameType) -> bool:
+    """Whether a function is asking for the class of an object, not calling C++ that asks."""
+    return frame.f_code is _ABC_CHECK or frame.f_lasti in _questions(frame.f_code)
+
+
+_ABC_CHECK = abc.ABCMeta.__instancecheck__.__code__
+
+
+@functools.lru_cache(maxsize=1024)
+def _questions(code: types.CodeType) -> frozenset[int]:
+    """The offsets of calls of ``isinstance``, reads of ``__class__`` and class patterns."""
+    instructions = list(dis.get_instructions(code))
+    starts = {_start(i) for i in instructions if i.argval == "isinstance"}
+    return frozenset(
+        i.offset
+        for i in instructions
+        if i.opname == "MATCH_CLASS"
+        or i.argval == "__class__"
+        or (i.opname in _CALLS and i.arg == 2 and _start(i) in starts)
+    )
+
+
+_CALLS = {"PRECALL", "CALL"}  # Python 3.11 runs isinstance in the first
+
+
+def _start(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    """Where the expression begins: its line, and its column except under PYTHONNODEBUGRANGES."""
+    place = instruction.positions
+    return (None, None) if place is None else (place.lineno, place.col_offset)
 
 
 class _Tracer(fx.Tracer):

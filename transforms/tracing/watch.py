@@ -6,8 +6,10 @@ library, and :class:`TensorReads` sees the torch functions that get the model's 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import importlib
 import os
 import sys
 import sysconfig
@@ -29,6 +31,9 @@ _TRUSTED = tuple(
     os.path.realpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 )
+_importing: Any = importlib._bootstrap  # has no annotations
+_IMPORT = _importing._find_and_load.__code__
+"""The code that runs for each import of a module that was not imported before."""
 _STANDARD = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 
@@ -157,6 +162,12 @@ class Watch:
 
     def _on_call(self, frame: types.FrameType, event: str, _: object) -> Any:
         code = frame.f_code
+        if code is _IMPORT:
+            # Nothing is followed while this method runs. What is imported later, as by a lazy
+            # import of torch, would take twenty times as long. The import itself then finds it, or
+            # fails again.
+            with contextlib.suppress(Exception):
+                importlib.import_module(frame.f_locals["name"])
         if not _is_users(code.co_filename):
             return None
         function = self._enclosing(frame) or self._functions.setdefault(

@@ -77,12 +77,12 @@ def assert_as_eager(
 class Residual(nn.Module):
     """Convolutions with BatchNorms, ReLU in place, and additions both ways."""
 
-    def __init__(self, channels: int = 32) -> None:
+    def __init__(self, channels: int = 32, groups: int = 1) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 1)
+        self.second = nn.Conv2d(channels, channels, 1, groups=groups)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:

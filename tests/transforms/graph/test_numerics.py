@@ -27,6 +27,7 @@ from transforms.rewrites.packed import supported_dtypes
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (Residual, lambda: torch.randn(2, 3, 17, 15)),
+    "grouped residual": (lambda: Residual(groups=4), lambda: torch.randn(2, 3, 17, 15)),
     "squeezed": (Squeezed, lambda: torch.randn(33, 24, 9, 11)),
     "encoder": (Encoder, lambda: torch.randn(3, 31, 96)),
 }

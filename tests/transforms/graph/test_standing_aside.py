@@ -110,6 +110,36 @@ def test_autocast_inside() -> None:
     assert ours.counts.packed == (3 if torch.bfloat16 in supported_dtypes() else 1)
 
 
+class Mixed(nn.Module):
+    """A model that computes in two dtypes, which needs autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(257, 515), nn.Linear(515, 515).bfloat16()
+
+    def forward(self, x: Tensor, casts: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.second(self.first(x))
+            if casts:
+                x = self.second(x.float())
+        y: Tensor = x if casts else self.second(x.float())
+        return y
+
+
+def test_mixed_dtypes_need_autocast() -> None:
+    model, alone = Mixed(), nn.Linear(1024, 1024).bfloat16()
+    ours, x = Compiled(model), torch.randn(65, 257)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_as_eager(ours, model, x, True)
+        assert ours.counts.packed == (3 if torch.bfloat16 in supported_dtypes() else 0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="must have the same dtype"):
+                ours(x, False)
+            with pytest.raises(RuntimeError, match="must have the same dtype"):
+                Compiled(alone)(torch.randn(64, 1024))
+
+
 class Branching(nn.Module):
     """A model with a branch on a value, which ends a graph."""
 
