@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from fusedoptim.nn._scripting import refuse_script
 from fusedoptim.nn._single_bags import check_plain, check_stored, refusal
 from fusedoptim.ops._embedding_bags import bags_of_tables
 from fusedoptim.ops._updated_bags import updated_embedding_bags
+
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
 
 __all__ = ["MergedEmbeddingBag", "MergedEmbeddingBagWithAdagrad", "MergedEmbeddingBagWithSGD"]
 

@@ -15,7 +15,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from transforms.rewrites.packed_copy import Geometry, Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
 from transforms.rewrites.scripting import ScriptedAsOwn
+
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
 
 LEAST_PRODUCTS = 1 << 20
 """oneDNN is faster for Linears with at least this many multiplications

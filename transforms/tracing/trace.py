@@ -74,7 +74,7 @@ _CALLS = {"PRECALL", "CALL"}  # Python 3.11 runs isinstance in the first
 
 def _start(instruction: dis.Instruction) -> tuple[int | None, int | None]:
     """Where the expression begins: its line, and its column except under PYTHONNODEBUGRANGES."""
-    place = instruction.positions
+    place = getattr(instruction, "positions", None)  # from Python 3.11 on
     return (None, None) if place is None else (place.lineno, place.col_offset)
 
 
