@@ -144,10 +144,6 @@ class Backend(abc.ABC):
     torch_type: str
     """The ``torch.device.type`` of its devices."""
     shape: LaunchShape
-    batch_bytes: int = 0
-    """The least size of a batch of tensors, which passes through all kernels of an update before
-    the next batch does. With 0, each kernel goes through all tensors.
-    docs/design/element-kernels.md has the measurements."""
     runs_on_host: bool
     """Whether kernels use the host's memory, so that a step waits for their end."""
 

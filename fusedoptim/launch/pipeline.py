@@ -1,8 +1,7 @@
 """The kernels of one update over the same chunks.
 
 Most updates are one kernel. Lamb's are three: the second reads what the first has summed, the third
-reads again what the first has read and written. On a CPU of few cores, tensors pass through them in
-batches that its cache holds (docs/design/element-kernels.md).
+reads again what the first has read and written.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from fusedoptim.kernels.language import Role
-from fusedoptim.launch.block import Chunks, Indices, LaunchBlock, as_int64, row_addresses
+from fusedoptim.launch.block import Chunks, LaunchBlock, as_int64, row_addresses
 from fusedoptim.launch.kernel import Kernel
 
 # Up to this many chunks, addresses are written one by one: a numpy call costs more.
 _FEW = 16
-_ARRAYS = (Role.PARAM, Role.GRAD, Role.STATE)
 
 
 class Stage(Protocol):
@@ -53,8 +51,8 @@ class Pipeline:
         use sums then find them in :attr:`totals`, which must be written in between.
         """
         self._blocks: list[LaunchBlock] = []
-        self._with_column: dict[str, list[tuple[LaunchBlock, Indices]]] = {}
-        """For each column, the blocks that have it, and the chunks of their rows."""
+        self._with_column: dict[str, list[LaunchBlock]] = {}
+        """For each column, the blocks that have it in a row for each chunk."""
         self._chunks = chunks
         self._is_few = len(chunks.owner) <= _FEW
         self._few_words: dict[str, list[tuple[LaunchBlock, list[tuple[int, int, int]]]]] = {}
@@ -74,10 +72,8 @@ class Pipeline:
         """With ``sums_elsewhere``, the sums over each whole tensor: (tensors, values)."""
         self._sums_elsewhere = sums_elsewhere
         self._results = torch.empty(len(chunks.counts), dtype=real, device=device)
-        batches = [slice(0, len(chunks.numels))] if sums_elsewhere else _batches(kernels, chunks)
-        for tensors in batches:
-            for kernel in kernels:
-                self._add(kernel, tensors)
+        for kernel in kernels:
+            self._add(kernel)
         if self._is_few:
             self._few_words = {column: self._words_of(column) for column in self._with_column}
             self._few_reals = {
@@ -94,8 +90,8 @@ class Pipeline:
         self.summing = int(bool(self._blocks[0].rows))
         """With ``sums_elsewhere``, how many stages come before :attr:`totals` must be written."""
 
-    def _add(self, kernel: Kernel, tensors: slice) -> None:
-        """Lay out the rows of a kernel for consecutive tensors."""
+    def _add(self, kernel: Kernel) -> None:
+        """Lay out the rows of a kernel."""
         chunks = self._chunks
         roles = {role: name for name, role in kernel.layout.row}
         if Role.CHUNK_SUMS in roles and self._sums_elsewhere:
@@ -103,23 +99,22 @@ class Pipeline:
             block.write(roles[Role.CHUNK_SUMS], row_addresses(self.totals))
         elif Role.CHUNK_SUMS in roles:
             lanes = kernel.backend.shape.lanes  # of the kernel that has summed
-            block = LaunchBlock(kernel, chunks.counts[tensors] * lanes)
+            block = LaunchBlock(kernel, chunks.counts * lanes)
             if self.sums is not None:
-                block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first[tensors]])
+                block.write(roles[Role.CHUNK_SUMS], row_addresses(self.sums)[chunks.first])
         else:
-            rows = np.arange(*np.searchsorted(chunks.owner, (tensors.start, tensors.stop)))
-            block = LaunchBlock(kernel, chunks.lengths[rows])
+            block = LaunchBlock(kernel, chunks.lengths)
             for name, _ in kernel.layout.row:
-                self._with_column.setdefault(name, []).append((block, rows))
+                self._with_column.setdefault(name, []).append(block)
         self._blocks.append(block)
         if Role.POSITION in roles:
-            block.write(roles[Role.POSITION], chunks.start[rows])
+            block.write(roles[Role.POSITION], chunks.start)
         if Role.SUMS in roles and self.sums is not None:
-            block.write(roles[Role.SUMS], row_addresses(self.sums)[rows])
+            block.write(roles[Role.SUMS], row_addresses(self.sums)[:-1])
         if Role.RESULT in roles:
-            block.write(roles[Role.RESULT], row_addresses(self._results)[tensors])
+            block.write(roles[Role.RESULT], row_addresses(self._results))
         if Role.ROW_RESULT in roles:
-            block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner[rows]])
+            block.write(roles[Role.ROW_RESULT], row_addresses(self._results)[chunks.owner])
 
     def while_running(self, action: Callable[[], object]) -> bool:
         """See :class:`fusedoptim.launch.block.LaunchBlock`; False if nothing is launched."""
@@ -131,8 +126,8 @@ class Pipeline:
     def write_integers(self, column: str, values: Sequence[int]) -> None:
         """Set a RowFlag or a ParamNumber of every chunk, from those of the tensors."""
         by_chunk = np.array(values, dtype=np.int64)[self._chunks.owner]
-        for block, rows in self._with_column[column]:
-            block.write(column, by_chunk[rows])
+        for block in self._with_column[column]:
+            block.write(column, by_chunk)
 
     def write_scalars(self, columns: Mapping[str, np.ndarray[Any, Any] | float]) -> None:
         """Set RowScalars of every chunk: to a number for each tensor, or to one number for all."""
@@ -144,9 +139,9 @@ class Pipeline:
                     for place in places:
                         reals[place] = values
             else:
-                by_chunk = None if isinstance(values, float) else values[self._chunks.owner]
-                for block, rows in self._with_column[column]:
-                    block.write(column, values if by_chunk is None else by_chunk[rows])
+                by_chunk = values if isinstance(values, float) else values[self._chunks.owner]
+                for block in self._with_column[column]:
+                    block.write(column, by_chunk)
 
     def write_addresses(
         self, column: str, addresses: Sequence[int], width: int, elements: int = 1
@@ -159,8 +154,8 @@ class Pipeline:
             places = (
                 as_int64(addresses)[self._chunks.owner] + self._chunks.start // elements * width
             )
-            for block, rows in self._with_column[column]:
-                block.write(column, places[rows])
+            for block in self._with_column[column]:
+                block.write(column, places)
             return
         for block, chunks in self._few_words[column]:
             if block.pending:
@@ -169,13 +164,13 @@ class Pipeline:
                 block.words[word] = addresses[tensor] + start // elements * width
 
     def _words_of(self, column: str) -> list[tuple[LaunchBlock, list[tuple[int, int, int]]]]:
+        owners, starts = self._chunks.owner.tolist(), self._chunks.start.tolist()
         found = []
-        for block, rows in self._with_column[column]:
-            owners, starts = self._chunks.owner[rows], self._chunks.start[rows]
+        for block in self._with_column[column]:
             layout = block.kernel.layout
             first = layout.row_word[column]
             words = range(first, first + block.rows * layout.row_words, layout.row_words)
-            found.append((block, list(zip(words, owners.tolist(), starts.tolist()))))
+            found.append((block, list(zip(words, owners, starts))))
         return found
 
     def run(self) -> None:
@@ -208,19 +203,3 @@ class Pipeline:
         """Set the arguments that all chunks share."""
         for block in self._blocks:
             block.write_head(values)
-
-
-def _batches(kernels: Sequence[Kernel], chunks: Chunks) -> list[slice]:
-    """The consecutive tensors that pass through all kernels before others do."""
-    batch_bytes = kernels[0].backend.batch_bytes
-    if len(kernels) == 1 or not batch_bytes:
-        return [slice(0, len(chunks.numels))]
-    arrays = sum(role in _ARRAYS for _, role in kernels[0].layout.row)
-    least = batch_bytes // (arrays * kernels[0].real.itemsize)
-    batches, first, elements = [], 0, 0
-    for end, numel in enumerate(chunks.numels, start=1):
-        elements += numel
-        if elements >= least or end == len(chunks.numels):
-            batches.append(slice(first, end))
-            first, elements = end, 0
-    return batches
