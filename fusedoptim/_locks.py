@@ -42,11 +42,15 @@ def between_steps(optimizer: Any, call: str) -> Iterator[None]:
     if is_held(optimizer._lock) and not optimizer._is_between_steps:
         refuse_nested(optimizer, call)
     with optimizer._lock:
-        before, optimizer._is_between_steps = optimizer._is_between_steps, True
+        is_outermost = not optimizer._is_between_steps
+        optimizer._is_between_steps = True
         try:
             yield
         finally:
-            optimizer._is_between_steps = before
+            if (
+                is_outermost
+            ):  # an optimizer that transforms has converted gets no attribute for good
+                del optimizer._is_between_steps
 
 
 def _free_in_child() -> None:
