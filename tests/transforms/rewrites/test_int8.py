@@ -239,6 +239,28 @@ def test_one_number_for_all_dimensions(case: str, name: str, numbers: Any) -> No
             assert (result - exactly).abs().max().item() <= largest / 1000
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.Conv2d(1, 8, 2, padding=2),
+        lambda: nn.Conv2d(4, 8, 3, stride=2, padding=4, groups=4),
+        lambda: nn.Conv2d(1, 1, (1, 3), padding=(1, 0)),
+        lambda: nn.Conv1d(1, 4, 5, padding=5),
+    ],
+)
+def test_outputs_that_see_only_padding(layer: Callable[[], Any]) -> None:
+    """oneDNN leaves them as the memory was: such a layer stays in floating point."""
+    model = nn.Sequential(layer(), nn.Flatten(), nn.LazyLinear(9)).eval()
+    x = torch.randn(2, model[0].in_channels, 12)
+    x = x.unsqueeze(-1).repeat(1, 1, 1, 9) if model[0].weight.dim() == 4 else x
+    model(x)
+    result = transforms.quantize(model, [x])
+    (left,) = transforms.report(result).left("quantize")
+    assert left.what.startswith("has one channel in each group, and padding as large")
+    assert torch.equal(result[0](x), model[0](x))
+    assert is_quantized(result[2])
+
+
 def test_padding_by_name_is_torchs() -> None:
     plain, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
     layer = quantized(plain, x)
