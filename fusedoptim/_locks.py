@@ -1,4 +1,4 @@
-"""Locks of optimizers, which a forked child can take though another thread held them."""
+"""Locks that a forked child can take, though another thread of its parent held them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def new_lock() -> threading.RLock:
 
 def is_held(lock: threading.RLock) -> bool:
     """Whether this thread holds a lock."""
-    held: bool = lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
+    # threading.Condition asks in the same way.
+    held: bool = lock._is_owned()  # type: ignore[attr-defined]  # typeshed lacks it
     return held
 
 
@@ -47,15 +48,14 @@ def between_steps(optimizer: Any, call: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if (
-                is_outermost
-            ):  # an optimizer that transforms has converted gets no attribute for good
+            if is_outermost:
+                # Not set to False: an optimizer that was converted must become torch's again.
                 del optimizer._is_between_steps
 
 
 def _free_in_child() -> None:
     for lock in _locks:
-        if not lock._is_owned():  # its holder does not exist here
+        if not is_held(lock):  # its holder does not exist here
             lock._at_fork_reinit()
 
 

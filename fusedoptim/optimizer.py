@@ -150,7 +150,8 @@ class FusedOptimizer(UpdateDefinition):
                 loss = closure()
         if is_forked():  # before the lock, which a thread of the parent may have held
             check_not_forked()  # raises
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # is_held() is one more call
+        # Not by is_held(), which would be one more call in each step.
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # typeshed lacks it
             refuse_nested(self, "step")
         with self._lock:
             is_taken = False

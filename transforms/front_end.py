@@ -24,8 +24,7 @@ from transforms.inputs.arguments import (
 )
 from transforms.inputs.copies import copy_pair
 from transforms.inputs.options import DTYPE, SPLIT, check_knobs, resolve
-from transforms.inputs.sample import Comparison, caller, check_sample, seconds
-from transforms.inputs.state import put_back
+from transforms.inputs.sample import Comparison, caller, check_sample, seconds, trial
 from transforms.passes import INFERENCE, KNOBS, TRAINING
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import (
@@ -322,9 +321,7 @@ def _undone(entries: Sequence[Entry], why: str) -> list[Entry]:
 
 def _seconds(job: Job) -> float:
     """The time of a forward pass, under autocast if the model's weights are in 16 bits."""
-    dtype = job.options.dtype
-    autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
-    with put_back(job.model), autocast:
+    with trial(job.model, job.options.dtype):
         return seconds(caller(job.model, job.sample_input))
 
 

@@ -124,7 +124,7 @@ class BagOptimizer(FusedOptimizer):
             "cycle_momentum=False",
         )
         taken = {name: group[name] for name in self._hyper_parameters}
-        largest = torch.finfo(PARAM_DTYPES[group["params"][0].dtype].arithmetic).max
+        largest = PARAM_DTYPES[group["params"][0].dtype].largest
         check_numbers(type(self).__name__, taken, self.defaults, largest)
         numbers = {name: number(value) for name, value in taken.items()}
         if self._awaits_update:

@@ -230,7 +230,7 @@ class Bucket:
         else:
             self.optimizer._check_options({**own_options(group), "params": self.host})
             if (known := PARAM_DTYPES.get(self._weights.dtype)) is not None:
-                largest = torch.finfo(known.arithmetic).max
+                largest = known.largest
         check_numbers(owner, options, numbers, largest)
 
     def update(self, grad_scale: Tensor | None) -> None:

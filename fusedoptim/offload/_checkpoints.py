@@ -44,11 +44,11 @@ def load_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         for bucket, numbers, _ in numbered
         if isinstance(bucket.optimizer, FusedOptimizer)
     ]
-    if not all(changes_nothing(own.halves, own.state, saved) for own, saved in splitting):
+    if not all(changes_nothing(on_host.halves, on_host.state, of) for on_host, of in splitting):
         # Else a bucket of frozen parameters would look as if it kept what it has.
-        for own, saved in splitting:
-            for h, _ in saved:
-                own.halves.expect_values(h)
+        for on_host, of in splitting:
+            for h, _ in of:
+                on_host.halves.expect_values(h)
     for bucket, numbers, saved_group in numbered:
         own = {i: state[number] for i, number in enumerate(numbers) if number in state}
         group = own_options(saved_group) | {"params": list(range(len(numbers)))}

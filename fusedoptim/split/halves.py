@@ -366,11 +366,12 @@ class Halves:
         trail: Tensor | None = self._state.get(param, {}).get(TRAIL)
         if trail is None:
             trail = self._trails.get(param)
-        elif trail.dtype == torch.int32:  # ZeroRedundancyOptimizer loads what state_dict() saved
-            trail = like_param(local_of(trail).short(), trail)
-            self._state[param][TRAIL] = trail
-        if param in self and TRAIL in self._state.get(param, {}):
-            self._trails[param] = None
+        else:
+            if trail.dtype == torch.int32:  # ZeroRedundancyOptimizer loads what state_dict() saved
+                trail = like_param(local_of(trail).short(), trail)
+                self._state[param][TRAIL] = trail
+            if param in self:
+                self._trails[param] = None
         known = self._versions.get(param)
         if known is not None and known != param._version:  # something has written the upper half
             _zero(trail)

@@ -146,8 +146,8 @@ class GroupPlan:
             *self.late,
         ]
         """See :attr:`fusedoptim.step.commit.Plan.updates`."""
-        arithmetic = {PARAM_DTYPES[candidate.param.dtype].arithmetic for candidate in candidates}
-        self._largest = min((torch.finfo(dtype).max for dtype in arithmetic), default=math.inf)
+        dtypes = {candidate.param.dtype for candidate in candidates}
+        self._largest = min((PARAM_DTYPES[dtype].largest for dtype in dtypes), default=math.inf)
         self._serves_once = bool(self._deferred)
         self.keeps_gradients = self._serves_once or any(
             isinstance(rows, SparseRows) for rows in self.rows

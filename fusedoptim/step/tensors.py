@@ -34,6 +34,11 @@ class ParamDtype(NamedTuple):
     components: int
     """Real numbers in an element."""
 
+    @property
+    def largest(self) -> float:
+        """The largest number in its update."""
+        return torch.finfo(self.arithmetic).max
+
 
 def _param_dtypes() -> dict[torch.dtype, ParamDtype]:
     found = {}

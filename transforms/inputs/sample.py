@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -19,6 +20,13 @@ _MOST_OTHER_INTEGERS = 0.01
 """The share of the integers in an output that rounding may change."""
 _MOST_TURNS = 10
 _LEAST_PASSES, _ENOUGH_SECONDS = 2, 0.5
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Run calls of ``model`` under autocast to ``dtype``, if any, after which it is as before."""
+    with put_back(model), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        yield
 
 
 def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None) -> None:
@@ -45,7 +53,7 @@ def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None)
     if dtype is None:
         return
     try:
-        with torch.no_grad(), put_back(model), torch.autocast("cpu", dtype=dtype):
+        with torch.no_grad(), trial(model, dtype):
             caller(model, sample_input)()
     except Exception as error:
         raise ValueError(
@@ -158,9 +166,8 @@ class Comparison:
     def _run(self) -> list[Tensor]:
         others = {p.device for p in self._model.parameters() if p.device.type != "cpu"}
         kind = next(iter(others)).type if others else "cuda"
-        autocast = torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None)
-        with torch.no_grad(), put_back(self._model):
-            with torch.random.fork_rng(others, device_type=kind), autocast:
+        with torch.no_grad(), trial(self._model, self._dtype):
+            with torch.random.fork_rng(others, device_type=kind):
                 torch.manual_seed(0)
                 output = caller(self._model, self._sample)()
             return [t.detach().clone() for t in _tensors(output, set())]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedoptim.split.pages import has_sole_owner, release_pages
-from transforms.inputs.sample import caller, seconds
-from transforms.inputs.state import put_back
+from transforms.inputs.sample import caller, seconds, trial
 from transforms.passes.pack_weights import PackWeights
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
@@ -99,9 +98,7 @@ class ChannelsLast(Pass):
         why = None if is_forced else _no_gain(job.model)
         is_timed = job.sample_input is not None and not is_forced and not job.model.training
         if why is None and is_timed:
-            dtype = job.options.dtype
-            autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
-            with put_back(job.model), autocast, ExitStack() as undo:
+            with trial(job.model, job.options.dtype), ExitStack() as undo:
                 packing = PackWeights()
                 if packing.is_on(job.options):  # packing gains only in this layout
                     packing.run(job._replace(undo=undo))

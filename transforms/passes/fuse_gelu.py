@@ -22,9 +22,6 @@ _NAMES = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 """Classes that compute the approximation in single operations, or by a call of torch's."""
 
 
-_FUNCTION = "torch.nn.functional.gelu"
-
-
 class FuseGELU(ExchangingPass):
     """Replaces approximate GELUs by ours; exact ones stay torch's, and are not reported."""
 
@@ -37,7 +34,7 @@ class FuseGELU(ExchangingPass):
         for name, module in job.model.named_modules():
             if not _is_approximate(module, kinds):
                 if _calls_approximation(type(module)):
-                    what = f"calls {_FUNCTION}(approximate='tanh'), which stays torch's"
+                    what = "calls torch.nn.functional.gelu(approximate='tanh'), which stays torch's"
                     entries.append(Entry(name, what, done=False))
                 continue
             reason = _objection(module, kinds)

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from transforms.graph import backend
 from transforms.graph.plan import Plan
-from transforms.inputs.sample import caller
-from transforms.inputs.state import put_back
+from transforms.inputs.sample import caller, trial
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import compiled_call
@@ -102,11 +101,9 @@ def _captured(job: Job, listener: _Listener) -> list[Entry]:
     from torch._dynamo.utils import counters  # slow to import
 
     before = _breaks(counters)
-    dtype = job.options.dtype
     with listener.listening() as plans:
         try:
-            autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
-            with torch.no_grad(), put_back(job.model), autocast:
+            with torch.no_grad(), trial(job.model, job.options.dtype):
                 caller(job.model, job.sample_input)()
         except Exception as error:  # of any class: torch.compile's, or the model's own
             return [Entry("", f"torch.compile failed: {_first_line(error)}", done=False)]

@@ -81,17 +81,6 @@ def _objection(module: Any) -> str | None:
         return "has weights that are infinite or NaN"
     if module.bias is not None and module.bias.shape != weight.shape[:1]:
         return f"has a bias of shape {tuple(module.bias.shape)}, not one for each output"
-    if _leaves_outputs_unwritten(module):
+    if geometry.leaves_outputs_unwritten(module):
         return "has one channel in each group, and padding as large as its kernel"
     return geometry.objection(module)
-
-
-def _leaves_outputs_unwritten(module: Any) -> bool:
-    """Whether oneDNN does not write outputs that see only padding: their memory stays as it was."""
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or isinstance(module.padding, str):
-        return False
-    given = module.padding, module.dilation, module.kernel_size
-    numbers = geometry.all_expanded(module.weight.dim() - 2, *given)
-    if numbers is None or module.in_channels != module.groups:
-        return False
-    return any(p > d * (taps - 1) for p, d, taps in zip(*numbers))

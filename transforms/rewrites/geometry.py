@@ -39,6 +39,17 @@ def may_crash(module: Any) -> bool:
     return may_see_only_padding(*(n if isinstance(n, int) else n[-1] for n in given))
 
 
+def leaves_outputs_unwritten(module: Any) -> bool:
+    """Whether oneDNN in INT8 does not write outputs that see only padding."""
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or isinstance(module.padding, str):
+        return False
+    given = module.padding, module.dilation, module.kernel_size
+    numbers = all_expanded(module.weight.dim() - 2, *given)
+    if numbers is None or module.in_channels != module.groups:
+        return False
+    return any(p > d * (taps - 1) for p, d, taps in zip(*numbers))
+
+
 def objection(module: Any) -> str | None:
     """Why oneDNN's operators cannot compute a module with its padding; None if they can."""
     if may_crash(module):

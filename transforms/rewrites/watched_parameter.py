@@ -35,9 +35,7 @@ class WatchedParameter(nn.Parameter):
         # Dynamo takes the descriptor of torch for this property, and would never come to an end.
         is_traced = torch.compiler.is_compiling()
         result: Tensor = detached(self).data if is_traced else _data.__get__(self)
-        (_expose_untraced if is_traced else _expose)(
-            self
-        )  # last: settle() in another thread must find the other tensor
+        _note_use(self)  # last: settle() in another thread must find the other tensor
         return result
 
     @data.setter
@@ -48,7 +46,7 @@ class WatchedParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """The values, as torch returns them; :func:`detached` does not count as a use."""
         result = detached(self)
-        (_expose_untraced if torch.compiler.is_compiling() else _expose)(self)  # last, as above
+        _note_use(self)  # last, as above
         return result
 
 
@@ -65,7 +63,11 @@ def _expose(param: Tensor) -> None:
 
 
 _expose_untraced: Any = disable_dynamo(_expose)
-"""For compiled code: dynamo would compile the function again for each number."""
+
+
+def _note_use(param: Tensor) -> None:
+    # Dynamo would compile the function again for each number.
+    (_expose_untraced if torch.compiler.is_compiling() else _expose)(param)
 
 
 def exposures() -> int:

@@ -249,19 +249,12 @@ def _stored_attributes(code: types.CodeType) -> frozenset[str]:
 
 def names_used(cls: type) -> set[str]:
     """The attributes and globals in ``forward`` and in what it calls, without torch's code."""
-    names: set[str] = set()
-    waiting = _reachable(cls)
-    seen = set(waiting)
-    while waiting:
-        function = waiting.pop()
-        used = all_names(function.__code__)
-        names |= used
-        for name in used:
-            called = _function(function.__globals__.get(name))
-            if called is not None and called not in seen and not _is_torchs(called):
-                seen.add(called)
-                waiting.append(called)
-    return names
+
+    def mentioned(function: types.FunctionType) -> Iterable[object]:
+        return map(function.__globals__.get, all_names(function.__code__))
+
+    functions = _functions(cls, mentioned, _is_torchs)
+    return {name for function in functions for name in all_names(function.__code__)}
 
 
 def functions_called(cls: type) -> Iterator[tuple[object, types.CodeType]]:
@@ -269,23 +262,41 @@ def functions_called(cls: type) -> Iterator[tuple[object, types.CodeType]]:
 
     Also what it calls so indirectly, without the code of torch and of this library.
     """
+
+    def called(function: types.FunctionType) -> Iterable[object]:
+        return (each for each, _ in _calls(function))
+
+    for function in _functions(cls, called, _is_known):
+        yield from _calls(function)
+
+
+def _functions(
+    cls: type,
+    leading_to: Callable[[types.FunctionType], Iterable[object]],
+    is_left_out: Callable[[types.FunctionType], bool],
+) -> Iterator[types.FunctionType]:
+    """``forward``, the methods that it mentions, and the functions that these lead to."""
     waiting = _reachable(cls)
     seen = set(waiting)
     while waiting:
         function = waiting.pop()
-        for code in _codes(function.__code__):
-            for name, *attributes in _names_called(code):
-                called = function.__globals__.get(name)
-                for attribute in attributes:
-                    is_module = isinstance(called, types.ModuleType)
-                    called = vars(called).get(attribute) if is_module else None
-                if called is None:
-                    continue
+        yield function
+        for found in map(_function, leading_to(function)):
+            if found is not None and found not in seen and not is_left_out(found):
+                seen.add(found)
+                waiting.append(found)
+
+
+def _calls(function: types.FunctionType) -> Iterator[tuple[object, types.CodeType]]:
+    """What a function calls by a global name, and the code that calls it."""
+    for code in _codes(function.__code__):
+        for name, *attributes in _names_called(code):
+            called = function.__globals__.get(name)
+            for attribute in attributes:
+                is_module = isinstance(called, types.ModuleType)
+                called = vars(called).get(attribute) if is_module else None
+            if called is not None:
                 yield called, code
-                inner = _function(called)
-                if inner is not None and inner not in seen and not _is_known(inner):
-                    seen.add(inner)
-                    waiting.append(inner)
 
 
 @functools.lru_cache(maxsize=1024)
