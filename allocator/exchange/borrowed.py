@@ -74,7 +74,8 @@ def from_dlpack(obj: Any) -> Array:
 
     Raises:
         TypeError: ``obj`` lacks these methods.
-        BufferError: it is on another device, has an unsupported element type or negative strides.
+        BufferError: it is on another device, has an unsupported element type or negative strides,
+            or is a torch tensor with the negative bit.
         ValueError: elements share memory.
 
     Example:
@@ -84,6 +85,12 @@ def from_dlpack(obj: Any) -> Array:
     """
     if not hasattr(obj, "__dlpack__") or not hasattr(obj, "__dlpack_device__"):
         raise TypeError(f"{type(obj).__name__} has no __dlpack__; pass a tensor or an array")
+    is_negated = getattr(obj, "is_neg", None)  # of torch's tensors
+    if is_negated is not None and is_negated():
+        raise BufferError(
+            "a tensor with torch's negative bit holds its elements with the opposite sign; pass "
+            "tensor.resolve_neg()"
+        )
     _sweep()
     kind, _ = obj.__dlpack_device__()
     if kind not in TAKEN:

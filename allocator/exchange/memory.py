@@ -153,10 +153,11 @@ class Memory(Uncopyable):
             ValueError: ``data`` has more bytes than this memory.
         """
         self._check()
-        flat = memoryview(data).cast("B")
-        if flat.nbytes > self.nbytes:
-            raise ValueError(f"data has {flat.nbytes} bytes, this memory {self.nbytes}")
-        self.pool.driver.write(self.address, flat)
+        view = memoryview(data)
+        if view.nbytes > self.nbytes:
+            raise ValueError(f"data has {view.nbytes} bytes, this memory {self.nbytes}")
+        if view.nbytes:  # else cast() refuses views of several dimensions
+            self.pool.driver.write(self.address, view.cast("B"))
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         """A capsule of the bytes; see :meth:`Array.__dlpack__`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -21,7 +21,8 @@ _CHECKS = 4
 
 def checked_seconds(seconds: Any) -> float:
     """The time that free memory may stay, in seconds; raises TypeError or ValueError."""
-    if not 0 < as_number(seconds, "idle_seconds") < math.inf:
+    # An integer may be too large for a float.
+    if not 0 < as_number(seconds, "idle_seconds") <= sys.float_info.max:
         raise ValueError(
             f"idle_seconds={seconds!r} is not positive and finite; None keeps free memory"
         )

@@ -417,6 +417,8 @@ def test_what_is_no_import() -> None:
         from_dlpack([1, 2])
     with pytest.raises(BufferError, match="device 2"):
         from_dlpack(Through(None, (2, 0)))
+    with pytest.raises(BufferError, match=r"negative bit .*resolve_neg\(\)"):
+        from_dlpack(torch.tensor([1 + 2j]).conj().imag)
     capsule = torch.zeros(2).__dlpack__(max_version=(1, 0))
     managed(capsule).major = 2
     with pytest.raises(BufferError, match=r"version 2\."):

@@ -238,6 +238,7 @@ def test_more_than_the_device_gives(pool: Pool) -> None:
         ({"idle_seconds": -1}, ValueError, "not positive and finite"),
         ({"idle_seconds": math.inf}, ValueError, "not positive and finite"),
         ({"idle_seconds": math.nan}, ValueError, "not positive and finite"),
+        ({"idle_seconds": 10**400}, ValueError, "not positive and finite"),
         ({"idle_seconds": "1"}, TypeError, "is not a number"),
         ({"idle_seconds": True}, TypeError, "is not a number"),
         ({"idle_seconds": [1]}, TypeError, "is not a number"),
