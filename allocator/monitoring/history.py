@@ -11,8 +11,8 @@ from typing import Any
 
 from allocator.monitoring.hooks import Hook
 from allocator.pool.allocation import Allocation
+from allocator.pool.core import Core
 from allocator.pool.sizes import as_integer
-from allocator.pool.store import Store
 
 Frames = list[dict[str, Any]]
 
@@ -60,13 +60,13 @@ class Stacks:
 class History(Hook):
     """The last events of a pool, and the stacks of its allocations."""
 
-    def __init__(self, store: Store, max_entries: int, stacks: str | None) -> None:
+    def __init__(self, core: Core, max_entries: int, stacks: str | None) -> None:
         max_entries = as_integer(max_entries, "max_entries")
         if max_entries < 0:
             raise ValueError(f"max_entries={max_entries} is negative")
         if stacks not in ("python", None):
             raise ValueError(f"stacks={stacks!r} is neither 'python' nor None")
-        self._store = store
+        self._lock, self._store = core.lock, core.store
         self._stacks = Stacks() if stacks else None
         self._entries: deque[tuple[Any, ...]] = deque(maxlen=max_entries)
         self._awaited: list[Allocation] = []
@@ -132,14 +132,15 @@ class History(Hook):
 
     def _complete_finished(self) -> None:
         """Record the releases that other queues have finished with."""
-        awaited = self._awaited
-        if not awaited:
+        if not self._awaited:
             return
-        waiting = {id(allocation) for allocation, _ in list(self._store.awaiting)}
-        self._awaited = [allocation for allocation in awaited if id(allocation) in waiting]
-        for allocation in awaited:
-            if id(allocation) not in waiting:
-                self._complete(allocation)
+        with self._lock:  # allocated() is called outside of it
+            waiting = {id(allocation) for allocation, _ in list(self._store.awaiting)}
+            awaited = self._awaited
+            self._awaited = [allocation for allocation in awaited if id(allocation) in waiting]
+            for allocation in awaited:
+                if id(allocation) not in waiting:
+                    self._complete(allocation)
 
     def _complete(self, allocation: Allocation) -> None:
         nbytes, stream = allocation.nbytes, allocation.stream

@@ -157,7 +157,7 @@ class Reports:
         """
         check_bool(enabled, "enabled")
         core = self._core
-        history = History(core.store, max_entries, stacks) if enabled else self._history
+        history = History(core, max_entries, stacks) if enabled else self._history
         if self._history is not None:
             core.remove_hook(self._history)
         self._history = history

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from typing import Any
 
 import pytest
 
 from allocator import Hook, OutOfMemoryError, Pool
+from allocator.monitoring.history import History
 from tests.allocator.helpers import OtherQueue, actions
+from tests.interrupts import at_line, stopping_at
 
 
 @pytest.fixture
@@ -108,6 +111,23 @@ def test_memory_that_a_queue_uses_completes_later(pool: Pool) -> None:
     queue.is_done = True
     _again = pool.allocate(4096)
     assert actions(pool)[-3:] == ["free_requested", "free_completed", "alloc"]
+
+
+def test_another_thread_completes_nothing_twice(pool: Pool) -> None:
+    queue, memory = OtherQueue(), pool.allocate(4096)
+    pool.record_queue(memory, queue)
+    memory.release()
+    queue.is_done = True
+    other = threading.Thread(target=lambda: pool.allocate(4096))
+
+    def meanwhile() -> None:
+        other.start()
+        other.join(0.1)  # it may have to wait for this thread
+
+    with stopping_at(at_line(History._complete_finished, "self._awaited = ["), meanwhile):
+        _held = pool.allocate(4096)
+    other.join()
+    assert actions(pool).count("free_completed") == 2  # with the other thread's memory
 
 
 def test_an_empty_allocation_is_none(pool: Pool) -> None:
