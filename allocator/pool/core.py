@@ -346,15 +346,16 @@ class Core:
 
     # ------------------------------------------------------------------ interrupts and lifetime
 
-    def drain_if_idle(self, *, with_unclaimed: bool = False) -> None:
+    def drain_if_idle(self, *, with_unclaimed: bool = False, wait: bool = False) -> None:
         """Drain, unless this or another thread is inside the pool.
 
         ``with_unclaimed`` also takes back allocations that an interrupt left without an owner.
+        ``wait`` waits for another thread.
         """
         if self._process != os.getpid():
             return
         try:
-            if self.lock.acquire(blocking=False):
+            if self.lock.acquire(blocking=wait):
                 with self.reentrancy as is_outermost:
                     if is_outermost:
                         self.drain()

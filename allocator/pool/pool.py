@@ -417,7 +417,7 @@ class Pool(Constructors, Reports):
         check_bool(force, "force")
         core = self._core
         core.check_process()
-        core.drain_if_idle(with_unclaimed=True)
+        core.drain_if_idle(with_unclaimed=True, wait=True)
         live = sorted(core.store.in_use.values(), key=lambda a: -a.nbytes)
         if live and not force:
             listed = ", ".join(f"{size_text(a.nbytes)} at {a.address:#x}" for a in live[:5])

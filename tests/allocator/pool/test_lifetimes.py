@@ -7,6 +7,8 @@ import gc
 import io
 import pickle
 import random
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +151,22 @@ def test_close_with_nothing_in_use(pool: Pool) -> None:
             with pytest.raises(RuntimeError, match="was closed"):
                 give(n)
     pool.close()
+
+
+def test_close_while_another_thread_is_inside(pool: Pool) -> None:
+    is_inside = threading.Event()
+
+    def work() -> None:
+        with pool._core.lock:
+            is_inside.set()
+            time.sleep(0.1)
+
+    tensor, thread = pool.empty(100), threading.Thread(target=work)
+    thread.start()
+    is_inside.wait()
+    del tensor
+    pool.close()
+    thread.join()
 
 
 @pytest.mark.parametrize("n", [100, 1_000_000])
