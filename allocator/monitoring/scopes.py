@@ -99,24 +99,35 @@ class Scope(Hook):
         if self._was_entered:
             raise RuntimeError("a scope can be entered only once; call statistics() for another")
         self._was_entered = self._is_open = True
-        with _lock:
-            _open.append(self)
-            cores = list(_cores)
-        _entered.set((*_entered.get(), self))
-        for core in cores:
-            core.add_hook(self)
+        try:
+            with _lock:
+                _open.append(self)
+                cores = list(_cores)
+            _entered.set((*_entered.get(), self))
+            for core in cores:
+                core.add_hook(self)
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        usage = self.usage
+        try:
+            usage = self.usage  # the longest part, so the one that an interrupt is likely to hit
+            with _lock:
+                peak, calls, total = _records.get((self.name, self.where), (0, 0, 0))
+                peak, total = max(peak, usage.peak_bytes), total + usage.total_bytes
+                _records[self.name, self.where] = peak, calls + 1, total
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Stop counting, wherever __enter__ or __exit__ was interrupted."""
         self._is_open = False
         _entered.set(tuple(scope for scope in _entered.get() if scope is not self))
         with _lock:
-            _open.remove(self)
+            _open[:] = [scope for scope in _open if scope is not self]
             cores = list(_cores)
-            peak, calls, total = _records.get((self.name, self.where), (0, 0, 0))
-            peak, total = max(peak, usage.peak_bytes), total + usage.total_bytes
-            _records[self.name, self.where] = peak, calls + 1, total
         for core in cores:
             core.remove_hook(self)
 

@@ -58,12 +58,18 @@ class Timeline(Hook):
         self._began = time.perf_counter()
         self._core.update()  # takes in what was released before
         self._add()
-        self._core.add_hook(self)
+        try:
+            self._core.add_hook(self)
+        except BaseException:
+            self._core.remove_hook(self)
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._core.update()  # takes in what was released in the block
-        self._core.remove_hook(self)
+        try:
+            self._core.update()  # takes in what was released in the block
+        finally:
+            self._core.remove_hook(self)
         self._add()
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:

@@ -10,6 +10,10 @@ import pytest
 
 import allocator
 from allocator import Pool, Usage, statistics
+from allocator.monitoring import scopes
+from allocator.monitoring.scopes import Scope
+from allocator.pool.core import Core
+from tests.interrupts import Condition, at, at_call_from, stopping_at
 from tests.running import in_threads
 
 
@@ -117,6 +121,20 @@ def test_an_error_closes_the_scope(pool: Pool) -> None:
         raise KeyError
     assert not pool._core.bypasses_cache
     assert "fails" in allocator.statistics_report()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [at(Core.add_hook, "return"), at_call_from(Scope.__exit__)],
+    ids=["at the start", "at the end"],
+)
+def test_an_interrupt_closes_the_scope(pool: Pool, place: Condition) -> None:
+    with pytest.raises(KeyboardInterrupt), stopping_at(place), statistics():
+        pool.empty(100)
+    assert not pool._core.bypasses_cache
+    assert not Pool("cpu")._core.bypasses_cache  # nor do later pools know the scope
+    assert not any(isinstance(hook, Scope) for core in scopes._cores for hook in core.hooks.all)
+    assert scopes._entered.get() == ()
 
 
 def test_report(pool: Pool) -> None:

@@ -8,6 +8,9 @@ import xml.dom.minidom
 import pytest
 
 from allocator import Pool
+from allocator.monitoring.timeline import Timeline
+from allocator.pool.core import Core
+from tests.interrupts import Condition, at, at_call_from, stopping_at
 
 
 def test_rows_follow_the_pool(pool: Pool) -> None:
@@ -46,6 +49,17 @@ def test_nothing_is_recorded_after_the_block(pool: Pool) -> None:
     before = timeline.rows()
     _x = pool.empty(100)
     assert timeline.rows() == before
+    assert not pool._core.bypasses_cache
+
+
+@pytest.mark.parametrize(
+    "place",
+    [at(Core.add_hook, "return"), at_call_from(Timeline.__exit__)],
+    ids=["at the start", "at the end"],
+)
+def test_nothing_is_recorded_after_an_interrupt(pool: Pool, place: Condition) -> None:
+    with pytest.raises(KeyboardInterrupt), stopping_at(place), pool.timeline():
+        pool.empty(100)
     assert not pool._core.bypasses_cache
 
 
