@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from allocator.exchange.dlpack import IS_COPIED, READ_ONLY, View, as_pair
 from allocator.exchange.dtypes import DType, as_dtype
 from allocator.pool.allocation import Allocation
 from allocator.pool.core import Core
+from allocator.pool.driver import bytes_at
 from allocator.pool.sizes import (
     as_integer,
     as_shape,
@@ -238,7 +238,8 @@ class Array(Uncopyable):
     It has no arithmetic: ``torch.from_dlpack``, ``numpy.from_dlpack`` and ``dpctl.tensor.asarray``
     read it without a copy; ``dpnp.asarray`` copies it, but not the result of
     ``dpctl.tensor.asarray``. It has the buffer protocol where Python can read the memory and numpy
-    has the element type.
+    has the element type. ``torch.asarray`` reads the buffer, as one dimension of float32 whatever
+    the array holds; use ``torch.from_dlpack`` or ``torch.as_tensor``.
 
     Made by :meth:`Pool.array`, :meth:`Memory.array` and :func:`from_dlpack`.
     """
@@ -452,14 +453,14 @@ class Array(Uncopyable):
             pool.driver.write(copy.address, memoryview(self._contents()))
         return copy
 
-    def _contents(self) -> bytes:
-        """The elements in C order."""
+    def _contents(self) -> bytes | memoryview:
+        """The elements in C order; without a copy where another library lends them so."""
         itemsize = self.dtype.itemsize
         nbytes = extent(self.shape, self.strides) * itemsize
         if isinstance(self.memory, Memory):
-            data: bytes = self.memory.pool.driver.read(self.address, nbytes)
+            data: bytes | memoryview = self.memory.pool.driver.read(self.address, nbytes)
         else:
-            data = ctypes.string_at(self.address, nbytes)
+            data = bytes_at(self.address, nbytes)
         if self.is_contiguous:
             return data
         import numpy as np

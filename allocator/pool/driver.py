@@ -7,12 +7,17 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from allocator.exchange.devices import HOST, oneapi_device
+from allocator.exchange.dlpack import c_api
 from allocator.runtime.fork import check_not_forked, note_driver_runs
 from allocator.runtime.libraries import load_dpctl
 
 KINDS = ("device", "shared", "host")
 HUGE_PAGE = 2 << 20
 _ALIGNMENT = 512
+_WRITABLE = 0x200  # PyBUF_WRITE of CPython's memoryobject.h
+_view_of = c_api(
+    "PyMemoryView_FromMemory", ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)
 
 
 class Driver(Protocol):
@@ -39,6 +44,15 @@ class Driver(Protocol):
 
     def write(self, address: int, data: memoryview) -> None:
         """Write bytes to an address, after the queue has finished its work."""
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Bytes that the host can read and write, without a copy.
+
+    ctypes.string_at counts the bytes in a C int, and copies too few of 2 GiB and more.
+    """
+    view: memoryview = _view_of(address, nbytes, _WRITABLE)
+    return view
 
 
 class UsmDriver:
@@ -93,7 +107,7 @@ class UsmDriver:
         """The bytes at an address, once the queue is done."""
         self.queue.wait()
         if self.is_host_accessible:
-            return ctypes.string_at(address, nbytes)
+            return bytes(bytes_at(address, nbytes))
         data = bytearray(nbytes)
         self.queue.memcpy(data, self._view(address, nbytes), nbytes)
         return bytes(data)
@@ -102,7 +116,7 @@ class UsmDriver:
         """Put bytes at an address, once the queue is done."""
         self.queue.wait()
         if self.is_host_accessible:
-            memoryview((ctypes.c_char * data.nbytes).from_address(address)).cast("B")[:] = data
+            bytes_at(address, data.nbytes)[:] = data
         else:
             self.queue.memcpy(self._view(address, data.nbytes), data, data.nbytes)
 

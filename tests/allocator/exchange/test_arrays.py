@@ -47,6 +47,24 @@ def test_memory_is_not_duplicated(pool: Pool, duplicate: Callable[[Any], Any]) -
             duplicate(memory)
 
 
+@pytest.mark.parametrize("nbytes", [2**31 + 10, 2**32 + 10])
+def test_large_memory_is_copied_whole(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    monkeypatch.setattr("allocator.pool.driver.bytes", memoryview, raising=False)  # copies nothing
+    memory = pool.allocate(nbytes)  # whose pages take no memory until they are used
+    source = np.empty(nbytes, np.uint8)
+    source[-1] = np.asarray(memory)[-1] = 7
+    for data in (memory.copy_to_host(), from_dlpack(source)._contents()):
+        assert (len(data), data[-1]) == (nbytes, 7)
+
+
+@pytest.mark.parametrize("shape", [0, (0, 3), (3, 0)])
+def test_nothing_is_written(pool: Pool, shape: Any) -> None:
+    for nbytes in (0, 8):
+        pool.allocate(nbytes).copy_from_host(np.empty(shape))
+
+
 def test_queue(pool: Pool) -> None:
     assert pool.array(3, "float32").sycl_queue is pool.sycl_queue
     with pytest.raises(AttributeError, match="another library has no sycl_queue"):
