@@ -17,6 +17,10 @@ class Hook:
     or a signal handler in the middle of the pool's own work gets memory directly from the driver,
     without :meth:`grown`: its :attr:`Allocation.block` is None.
 
+    :meth:`released`, :meth:`grown` and :meth:`shrunk` are called with the pool's lock held. A lock
+    of your own that they take must not be held around a call of a pool, else two threads may wait
+    for each other for ever. Nor may they call another pool whose hooks call this one.
+
     Example:
         >>> from allocator import Pool
         >>> class Largest(Hook):

@@ -61,7 +61,8 @@ class Pool(Constructors, Reports):
         stable_addresses: size of an arena that is allocated at once and serves all requests; the
             same calls then get the same offsets in every process. See :meth:`offset_of`.
         idle_seconds: time after which unused segments are returned to the driver, even if nobody
-            calls the pool; never if None.
+            calls the pool; never if None. With ``debug`` the segments of released memory that is
+            still checked stay; :meth:`empty_cache` returns them.
         debug: detect writes outside of allocations and to released memory, at a cost of time and
             memory. See :meth:`check`.
 
