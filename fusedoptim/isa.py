@@ -4,10 +4,9 @@ Kernels are shipped as SPIR-V, which the CPU driver translates for the best inst
 machine. The environment variable ``FUSEDOPTIM_ISA``, set before Python starts, caps it at one of
 :data:`LEVELS`, to compare levels or to see on a new machine what an older one will do.
 
-Optimizers that update element by element, all but Lamb, give the same bits at every level: their
-kernels spell out each fused multiply-add, and the driver may not fuse others. The sum over a tensor
-that Lamb and ``max_grad_norm`` need is taken in an order that the vector width decides, so its last
-bits can differ between levels.
+Optimizers give the same bits at every level: their kernels spell out each fused multiply-add, and
+the driver may not fuse others. Sums over a tensor are taken for 16 lanes whatever the width of the
+registers. Only ``max_grad_norm`` depends on more, as torch adds up the kernel's results.
 
 The variable affects this package's kernels and the user's raw kernels. torch's operators have
 ``ATEN_CPU_CAPABILITY`` and oneDNN's have ``ONEDNN_MAX_CPU_ISA``; neither changes anything here.

@@ -26,6 +26,8 @@ class LaunchShape(NamedTuple):
     state."""
     elements_per_group: int
     """Elements that a work-group walks: several rows, if a row is shorter."""
+    sub_group: int | None = None
+    """The size of the sub-groups of a work-group with ``lanes``; None if the driver chooses."""
 
 
 class BuildError(Exception):

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from fusedoptim.launch.arguments import ONE_ADDRESS
-from fusedoptim.launch.backend import BuildError, Traits
+from fusedoptim.launch.backend import BuildError, LaunchShape, Traits
 from fusedoptim.launch.devices import backend_of
 from fusedoptim.launch.modules import Module, load_module
+from fusedoptim.launch.sub_groups import with_sub_groups
 
 _TRAITS = Traits(is_short=True, is_divisible=True)
 
@@ -29,13 +30,14 @@ class Kernel:
         self.module = module
         self.layout = module.layout
         self.backend = backend_of(queue)
-        lanes = 1 if module.is_serial else self.backend.shape.lanes
-        self.shape = self.backend.shape._replace(lanes=lanes)
+        self.shape = self.backend.shape
+        if module.is_serial:
+            self.shape = self.shape._replace(lanes=1, sub_group=None)
         self.head_packing = self.layout.head_packing(module.arithmetic)
         self.real = np.dtype(module.arithmetic)
         """The arithmetic dtype."""
         try:
-            program = self.backend.compiler(queue).compile(module.spirv)
+            program = self.backend.compiler(queue).compile(_spirv(module, self.shape))
             self.on_device = program.kernel(queue, module.name, ONE_ADDRESS, _TRAITS)
             """The compiled kernel, which launches submit."""
         except BuildError as error:
@@ -45,6 +47,11 @@ class Kernel:
                 "Intel's drivers: pip install intel-opencl-rt, unset OCL_ICD_FILENAMES, and call "
                 "allocator.queue() before dpctl is asked for devices, or update the GPU driver"
             ) from error
+
+
+def _spirv(module: Module, shape: LaunchShape) -> bytes:
+    """The module's SPIR-V for this launch shape."""
+    return with_sub_groups(module.spirv, shape.sub_group) if shape.sub_group else module.spirv
 
 
 @functools.cache

@@ -228,7 +228,9 @@ class ExpressionKernel(abc.ABC):
 
     def _opening(self, parameters: Sequence[Parameter], device: torch.device) -> str:
         """C that begins the kernel."""
-        return _parameters.opening(self._name, parameters, takes_frame(device))
+        size = launch_shape(device).sub_group
+        attribute = f"__attribute__((intel_reqd_sub_group_size({size})))\n" if size else ""
+        return attribute + _parameters.opening(self._name, parameters, takes_frame(device))
 
     def _new_outputs(
         self,

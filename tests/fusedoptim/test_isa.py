@@ -20,13 +20,14 @@ from tests.running import run_script
 _WITHOUT = "without FUSEDOPTIM_ISA"
 # The driver writes its code to the current folder; packages are imported from this one.
 _ENTER = "import os, sys, fusedoptim, allocator; os.chdir(sys.argv[1])"
-# The bits of parameters and state after a few steps. (A norm, such as Lamb's, would depend on the
-# level: the vector's width determines the order of its sum.)
+# The bits of parameters and state after a few steps, and of a sum. Lamb sums over tensors too.
 _STEPS = """
 import hashlib, torch
-from fusedoptim import FusedAdam, SplitSGD, isa
+from fusedoptim import FusedAdam, FusedLamb, SplitSGD, isa
+from fusedoptim.raw import ReductionKernel
 digest = hashlib.sha256()
-for cls, dtype in ((FusedAdam, torch.float32), (SplitSGD, torch.bfloat16)):
+cases = (FusedAdam, torch.float32), (SplitSGD, torch.bfloat16), (FusedLamb, torch.float32)
+for cls, dtype in cases:
     torch.manual_seed(0)
     param = torch.nn.Parameter(torch.randn(10_007).to(dtype))
     optimizer = cls([param], lr=0.01, weight_decay=0.1)
@@ -35,6 +36,8 @@ for cls, dtype in ((FusedAdam, torch.float32), (SplitSGD, torch.bfloat16)):
         optimizer.step()
     for tensor in (param.detach(), *optimizer.state[param].values()):
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+total = ReductionKernel("T x", "T y", "x", "a + b", "y = a", "0")
+digest.update(total(torch.randn(10_007)).numpy().tobytes())
 print(isa.level(), digest.hexdigest())
 """
 # The driver's own variable is wrong at first; then the level is set, after the import.
