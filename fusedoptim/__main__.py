@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the command line names.
 
     Returns:
-        the exit status; 2 if there is no command.
+        the exit status; 1 if the output cannot be written, 2 if there is no command.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m fusedoptim")
@@ -34,7 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(parsed, "run"):
         parser.print_help(sys.stderr)
         return 2
-    status: int = parsed.run(parsed)
+    try:
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except OSError as error:  # as of a full disk, or a pipe that nobody reads
+        print(f"error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # at its end Python would try again
+        return 1
     return status
 
 

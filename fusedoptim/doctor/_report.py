@@ -7,7 +7,6 @@ import json
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fusedoptim._version import __version__
@@ -46,7 +45,7 @@ class Section(NamedTuple):
     """Facts by name: strings, numbers, lists or dicts of them."""
     problems: list[Problem]
     """What is wrong, each with its cure."""
-    details: Mapping[str, Any] = MappingProxyType({})
+    details: Mapping[str, Any] = {}
     """Facts that are too long to print, for JSON."""
 
 

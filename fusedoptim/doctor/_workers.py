@@ -11,15 +11,17 @@ from __future__ import annotations
 import array
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _MOST_WORKERS = 4
 _MOST_KERNELS = 4096
-_SECONDS = 120  # after which a worker counts as hung
+_SECONDS = 120  # without a new action, after which a worker counts as hung
 
 
 class Outcome(NamedTuple):
@@ -42,19 +44,50 @@ class Outcome(NamedTuple):
         return [path for line in self.said if "loaded" in line for path in line["loaded"]]
 
 
+class _Worker:
+    """A process, and what it has said."""
+
+    def __init__(self, process: subprocess.Popen[Any]) -> None:
+        self.process = process
+        self.output, self.errors = bytearray(), bytearray()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self.pipes = ((process.stdout, self.output), (process.stderr, self.errors))
+        """What it writes to, each with what was read from it."""
+        self.heard = time.monotonic()
+        """When it last announced something, or started."""
+        self.end = ""
+        """Why it was killed."""
+
+    def outcome(self) -> Outcome:
+        """Its report, at its end."""
+        code = self.process.wait()
+        end = self.end
+        if code and not end:
+            lines = self.errors.decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else "it printed nothing"
+            end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended: {last}"
+        said = []
+        for line in self.output.splitlines():
+            try:
+                said.append(json.loads(line))
+            except ValueError:  # cut off by a crash
+                continue
+        return Outcome(said, end)
+
+
 class Workers:
     """Processes that examine one device, or all; they start when this is made."""
 
     def __init__(self, device: str | None) -> None:
         self._device = device
-        self._started = time.monotonic()
         count = min(max(len(os.sched_getaffinity(0)), 2), _MOST_WORKERS)
         self._claims, write_end = os.pipe()
         os.write(write_end, array.array("H", range(_MOST_KERNELS)).tobytes())
         os.close(write_end)
-        self._processes = [self._start(with_torch=i == 0) for i in range(count)]
+        self._workers = [self._start(with_torch=i == 0) for i in range(count)]
 
-    def _start(self, *, with_torch: bool) -> subprocess.Popen[str]:
+    def _start(self, *, with_torch: bool) -> _Worker:
         path = [entry for entry in sys.path if isinstance(entry, str)]  # Python uses no others
         script = (
             "import gc, sys\n"
@@ -63,55 +96,55 @@ class Workers:
             "from fusedoptim.doctor._worker import main\n"
             f"main({self._device!r}, {self._claims}, {with_torch})"
         )
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", script],
             pass_fds=(self._claims,),
             env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy's would wait in a busy loop
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
         )
+        return _Worker(process)
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for process in self._processes:
-            process.kill()  # if this was interrupted; else it has ended
-            process.communicate()
+        for worker in self._workers:
+            with worker.process as process:  # which closes its pipes, and waits for its end
+                process.kill()  # if this was interrupted; else it has ended
         os.close(self._claims)
 
     def outcomes(self) -> list[Outcome]:
         """The report of each, when all have ended."""
-        outcomes = [_outcome(process, self._started) for process in self._processes]
+        outcomes = _outcomes(self._workers)
         while not any(o.loaded for o in outcomes) and _crashed_in_a_kernel(outcomes[-1]):
-            self._processes.append(self._start(with_torch=False))  # the other kernels are untested
-            outcomes.append(_outcome(self._processes[-1], self._started))
+            self._workers.append(self._start(with_torch=False))  # the other kernels are untested
+            outcomes += _outcomes(self._workers[-1:])
         return outcomes
 
 
-def _outcome(process: subprocess.Popen[str], started: float) -> Outcome:
-    end = ""
-    try:
-        left = _SECONDS - (time.monotonic() - started)
-        output, errors = process.communicate(timeout=max(left, 1))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, errors = process.communicate()
-        end = f"hung: it did not end within {_SECONDS} s"
-    code = process.returncode
-    if code and not end:
-        last = (errors.strip().splitlines() or ["it printed nothing"])[-1]
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended: {last}"
-    said = []
-    for line in output.splitlines():
-        try:
-            said.append(json.loads(line))
-        except ValueError:  # cut off by a crash
-            continue
-    return Outcome(said, end)
+def _outcomes(workers: Sequence[_Worker]) -> list[Outcome]:
+    """The reports of workers, when all have ended; one that hangs is killed."""
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            for pipe, text in worker.pipes:
+                selector.register(pipe, selectors.EVENT_READ, (worker, text))
+        while selector.get_map():
+            for key, _ in selector.select(timeout=1):
+                worker, text = key.data
+                if part := os.read(key.fd, 1 << 16):
+                    text += part
+                    worker.heard = time.monotonic() if text is worker.output else worker.heard
+                else:
+                    selector.unregister(key.fileobj)
+            for key in [*selector.get_map().values()]:
+                worker, _ = key.data
+                if time.monotonic() - worker.heard > _SECONDS:
+                    worker.process.kill()
+                    worker.end = f"hung: it did not get further within {_SECONDS} s"
+                    selector.unregister(key.fileobj)  # which a process of its own may keep open
+    return [worker.outcome() for worker in workers]
 
 
 def _crashed_in_a_kernel(outcome: Outcome) -> bool:

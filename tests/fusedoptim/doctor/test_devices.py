@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import allocator
 from fusedoptim.doctor import _devices, _worker, _workers
 from fusedoptim.doctor._report import Section
-from fusedoptim.doctor._workers import Outcome, _outcome
+from fusedoptim.doctor._workers import Outcome
 from fusedoptim.launch.devices import BACKENDS
 
 CPU = {
@@ -45,7 +44,8 @@ def ended(script: str) -> Outcome:
     """The outcome of a worker that runs a shell script."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(["sh", "-c", script], **pipes)
-    outcome = _outcome(process, time.monotonic())
+    with process:
+        (outcome,) = _workers._outcomes([_workers._Worker(process)])
     assert process.returncode is not None
     return outcome
 
@@ -70,7 +70,15 @@ class TestDevices:
     def test_other_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ended("echo first >&2; echo last >&2; exit 3").end == "ended: last"
         monkeypatch.setattr(_workers, "_SECONDS", 1)
-        assert ended("exec sleep 60").end == "hung: it did not end within 1 s"
+        for script in ("exec sleep 60", "while :; do echo again >&2; sleep .1; done"):
+            assert ended(script).end == "hung: it did not get further within 1 s"
+
+    def test_slow(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However long a worker takes, it does not hang while it announces actions."""
+        monkeypatch.setattr(_workers, "_SECONDS", 2)
+        line = json.dumps({"at": "tests adam_f32 on opencl:cpu:0"})
+        outcome = ended(f"for i in 1 2 3 4; do echo '{line}'; sleep .8; done")
+        assert (outcome.end, len(outcome.said)) == ("", 4)
 
     def test_no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SYCL_DEVICE_ALLOWLIST", "DeviceName:x")

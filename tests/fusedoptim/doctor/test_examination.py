@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -157,6 +159,16 @@ class TestCommandLine:
         assert text.endswith(f"{level}: it is\n  cure: do\n\n1 {level} (1.2 s)\n")
         assert json.loads("{" + as_json)["verdict"] == level
 
+    def test_output_that_cannot_be_written(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda device: Report([], 1.0))
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            assert __main__.main(["doctor", "--json"]) == 1
+            assert full.closed
+        assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
     def test_help_tells_the_exit_status(self) -> None:
         assert "1 with errors" in _command._DESCRIPTION
 
@@ -203,6 +215,10 @@ class TestReport:
             "cure": "hurry",
         }
         assert json.loads(self.report.json()) == found
+
+    def test_copies(self) -> None:
+        for report in (copy.deepcopy(self.report), pickle.loads(pickle.dumps(self.report))):
+            assert report.as_dict() == self.report.as_dict()
 
     def test_no_problems(self) -> None:
         assert repr(Report([], 1.0)) == "no problems (1.0 s)"
