@@ -11,7 +11,8 @@ import hashlib
 import io
 import json
 import os
-import tempfile
+import secrets
+import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,7 +69,11 @@ def parameters(spirv: bytes) -> dict[str, list[str]]:
 
 
 def write(path: Path, modules: list[Module]) -> None:
-    """Write a bundle, completely or not at all."""
+    """Write a bundle, completely or not at all.
+
+    As with ``open``, a link is followed, a file that exists keeps its permissions, and a new one
+    has those of the umask.
+    """
     files: dict[str, bytes] = {}
     entries = []
     for module in sorted(modules, key=lambda module: list(module.kernels)):
@@ -82,12 +87,14 @@ def write(path: Path, modules: list[Module]) -> None:
         entries.append(entry)
     manifest = {"format": _FORMAT, "abi": ABI, "fusedoptim": __version__, "modules": entries}
     files[_MANIFEST] = (json.dumps(manifest, indent=1, sort_keys=True) + "\n").encode()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+        with open(temporary, "xb") as file, zipfile.ZipFile(file, "w") as archive:
             for name in sorted(files):
                 archive.writestr(_zip_entry(name), files[name])
-        os.chmod(temporary, 0o644)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):  # an interrupt may come after the replacement

@@ -38,7 +38,8 @@ def build(
     Args:
         sources: each a ``.cl`` file of OpenCL C, a ``.spv`` file, or a Python function, as
             ``module.py:function`` or ``package.module:function`` (``[jit]``).
-        output: the bundle to write, a ``.fob`` file.
+        output: the bundle to write, a ``.fob`` file. A link is followed, and a file that exists
+            keeps its permissions.
         options: for the compiler of every source, as for :class:`fusedoptim.raw.RawKernel`.
         devices: Intel GPUs to compile for too, by ocloc's names: "skl,dg2,pvc". A name may be that
             of a family, "gen9", or a range, "dg1:acm-g10".

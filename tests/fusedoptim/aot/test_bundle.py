@@ -110,6 +110,24 @@ def test_interrupt_after_the_exchange(copy: Path, monkeypatch: pytest.MonkeyPatc
     assert _bundle.read(copy) == modules
 
 
+def test_permissions_and_links(copy: Path) -> None:
+    """As ``open`` does: the umask is for new files, others keep theirs, and links are followed."""
+    modules, new, link = _bundle.read(copy), copy.with_name("new.fob"), copy.with_name("link.fob")
+    link.symlink_to("new.fob")
+    mask = os.umask(0o077)
+    try:
+        _bundle.write(link, modules)
+        assert new.stat().st_mode & 0o777 == 0o600
+        new.chmod(0o664)
+        _bundle.write(link, modules)
+    finally:
+        os.umask(mask)
+    assert new.stat().st_mode & 0o777 == 0o664
+    assert link.is_symlink()
+    assert _bundle.read(new) == modules
+    assert {path.name for path in copy.parent.iterdir()} == {"copy.fob", "link.fob", "new.fob"}
+
+
 def test_files_that_cannot_be_read(copy: Path, tmp_path: Path) -> None:
     """The error is the one that ``open`` raises, which names the path."""
     with pytest.raises(IsADirectoryError, match=str(tmp_path)):
