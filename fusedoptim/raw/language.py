@@ -15,13 +15,17 @@ Float16 and BFloat16 are types of memory only: a load gives a float32, a store r
 even. Indices are not checked, and a negative one does not count from the end.
 
 The function runs once for each work item, whose index is :func:`global_id`. It may use ``if``,
-``for``, ``while``, arithmetic, ``abs``, ``min``, ``max``, the functions of ``math``, numbers of its
+``for``, ``while``, arithmetic, ``abs``, ``min``, ``max``, functions of ``math``, numbers of its
 module, of imported modules and of its closure, and plain functions, which are compiled with it. It
 returns nothing and raises nothing. A number such as ``0.5`` is a float32 unless an argument of the
 kernel is Float64, and ``+``, ``-``, ``*`` and ``/`` of an integer and a float32 give a float32. The
 other conversions are numba's: a quotient of integers, ``float(i)``, ``math.sqrt(i)`` and comparing
 a variable integer with a float32 are float64 (write ``numpy.float32(i)``). A division by zero gives
 infinity or NaN, and 0 for ``//`` and ``%`` of integers.
+
+The functions of ``math`` that compile are: acos, acosh, asin, asinh, atan, atan2, atanh, ceil,
+copysign, cos, cosh, erf, erfc, exp, expm1, fabs, floor, fmod, gamma, isinf, isnan, lgamma, log (of
+one argument), log10, log1p, pow, sin, sinh, sqrt, tan, tanh, trunc.
 
 A kernel in this language (launching it needs the ``[jit]`` extra)::
 

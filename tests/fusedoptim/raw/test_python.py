@@ -6,6 +6,7 @@ import collections
 import enum
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -308,6 +309,15 @@ class TestNumbersFromElsewhere:
         x = torch.zeros(1)
         RawKernel(kernel)(1, 1, (x,))
         assert x.item() == numpy.float32(math.pi)
+
+    def test_documented_functions_of_math(self) -> None:
+        """All that the documentation names compile."""
+        (listed,) = re.findall(r"``math`` that compile are: (.*?)\.\n", str(language.__doc__), re.S)
+        names = re.sub(r"\(.*?\)", "", listed, flags=re.S).replace(",", " ").split()
+        assert len(names) > 30
+        of_two = ("atan2", "copysign", "fmod", "pow")
+        terms = " + ".join(f"math.{name}(v{', v' * (name in of_two)})" for name in names)
+        compile_python(_kernel(f"def bad(x: Global[Float32]): v = x[0]; x[0] = {terms}"))
 
     def test_members_of_an_enum(self) -> None:
         source = "def bad(x: Global[Float32]): x[0] = E.A.value"
