@@ -30,6 +30,11 @@ def check_arguments(
 
 def check_param(param: Tensor) -> None:
     """Raise unless the host can have a copy of ``param``."""
+    if param.is_nested:
+        raise TypeError(
+            "OffloadOptimizer: a parameter is a nested tensor, and only strided ones work; make "
+            "each of its .unbind() a parameter"
+        )
     what = f"OffloadOptimizer: a parameter of shape {tuple(param.shape)}"
     if is_dtensor(param):
         raise TypeError(

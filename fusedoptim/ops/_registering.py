@@ -7,6 +7,7 @@ each call. docs/design/dropout.md says what they cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fusedoptim._torch_private import (
 from fusedoptim.ops._launching import DEVICES
 
 _NAMESPACE = "fusedoptim"
+_IS_NESTED = attrgetter("is_nested")
 _NO_LIST = -1
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
@@ -144,6 +146,8 @@ def is_plain(*inputs: Any) -> bool:
 
 
 def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    if True in map(_IS_NESTED, tensors):  # torch's guards end the process at a nested tensor
+        return False
     first = tensors[0]
     key = len(tensors), type(first), first.dtype, first.dim(), first.requires_grad
     guards = _lists.get(key)

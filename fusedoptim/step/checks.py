@@ -53,7 +53,8 @@ def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor
 def describe(optimizer: str, candidate: Candidate) -> str:
     """How an error about a parameter begins."""
     param, _, name = candidate
-    return f"{optimizer}: {name} (shape {tuple(param.shape)}, {param.dtype}, {param.device})"
+    shape = "nested" if param.is_nested else f"shape {tuple(param.shape)}"
+    return f"{optimizer}: {name} ({shape}, {param.dtype}, {param.device})"
 
 
 def check_options(optimizer: str, group: Group, instead: str) -> None:
@@ -232,6 +233,8 @@ def check_param(what: str, param: Tensor) -> None:
     instead = "leave it out of the optimizer, or use the torch.optim class"
     if param.layout is not torch.strided:
         raise TypeError(f"{what} has layout {param.layout} and only strided ones work; {instead}")
+    if param.is_nested:
+        raise TypeError(f"{what} has no strides, and only strided ones work; {instead}")
     if param.device.type not in BACKENDS:
         raise RuntimeError(
             f"{what} is on a device that SYCL does not serve; move it to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,7 +118,21 @@ def same_order(a: Tensor, b: Tensor) -> bool:
 
 def has_shared_elements(tensor: Tensor) -> bool:
     """Whether elements share memory, as those of an expanded tensor do."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+    if tensor.numel() < 2:
+        return False
+    steps = sorted((s, size) for s, size in zip(tensor.stride(), tensor.shape) if size > 1)
+    reach, is_apart = 0, True
+    for stride, size in steps:
+        is_apart &= stride > reach
+        reach += stride * (size - 1)
+    if is_apart:  # each step leads past all elements of the smaller ones
+        return False
+    if steps[0][0] == 0 or tensor.numel() > reach + 1:
+        return True
+    places = np.zeros(1, np.int64)
+    for stride, size in steps:
+        places = np.add.outer(places, stride * np.arange(size)).ravel()
+    return np.unique(places).size < places.size
 
 
 def memory_of(

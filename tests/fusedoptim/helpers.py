@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -76,6 +77,13 @@ FEW_LAYOUTS = ("17", "1000", "strided", "channels_last", "empty", "0-d")
 
 def make_params(dtype: torch.dtype, layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Parameter]:
     return [Parameter(LAYOUTS[layout](dtype)) for layout in layouts]
+
+
+def nested_tensor(*parts: Tensor) -> Tensor:
+    """A nested tensor that says it is strided, but has no strides."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they are a prototype
+        return torch.nested.nested_tensor(list(parts))
 
 
 def random_like(param: Tensor) -> Tensor:

@@ -15,7 +15,15 @@ from torch.nn import Parameter
 
 import fusedoptim
 from fusedoptim.launch import kernel, modules
-from tests.fusedoptim.helpers import each_case, each_class, refused, run_script, single, step_alike
+from tests.fusedoptim.helpers import (
+    each_case,
+    each_class,
+    nested_tensor,
+    refused,
+    run_script,
+    single,
+    step_alike,
+)
 from tests.optimizer_cases import OptimizerCase
 
 
@@ -173,9 +181,19 @@ def test_gradient_of_another_dtype(case: OptimizerCase) -> None:
     )
 
 
+def test_nested_parameter() -> None:
+    nested = Parameter(nested_tensor(torch.ones(2), torch.ones(3)))
+    torch.nested.to_padded_tensor(nested, 0.0).sum().backward()  # type: ignore[no-untyped-call]  # torch's
+    optimizer = fusedoptim.FusedSGD([nested], lr=0.1)
+    text = r"parameter 0 \(nested, torch.float32, cpu\) has no strides, and only strided ones work"
+    with pytest.raises(TypeError, match=text):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1)])
 @each_class
-def test_overlapping_parameter(case: OptimizerCase) -> None:
-    bad = Parameter(torch.ones(3, dtype=case.dtypes[-1]).expand(2, 3))
+def test_overlapping_parameter(case: OptimizerCase, strides: tuple[int, int]) -> None:
+    bad = Parameter(torch.ones(4, dtype=case.dtypes[-1]).as_strided((2, 3), strides))
     bad.grad = torch.ones(2, 3, dtype=bad.dtype)
     if case.is_split:
         _assert_not_split(case, bad, RuntimeError, "share memory")

@@ -97,8 +97,8 @@ def product_dtype(inputs: Sequence[Tensor], params: Sequence[Tensor]) -> torch.d
 
 
 def _is_strided(x: object) -> bool:
-    """Whether a value is a Tensor with strides: neither sparse nor of a subclass."""
-    return type(x) is Tensor and x.layout is torch.strided
+    """Whether a value is a Tensor with strides: neither sparse nor nested nor of a subclass."""
+    return type(x) is Tensor and x.layout is torch.strided and not x.is_nested
 
 
 class PackedProduct(PackedModule):

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from fusedoptim import FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim._torch_private import mark_flattened
 from fusedoptim.offload import OffloadOptimizer
-from tests.fusedoptim.helpers import bits, params_of, refused, step_alike
+from tests.fusedoptim.helpers import bits, nested_tensor, params_of, refused, step_alike
 from tests.fusedoptim.offload.models import BF16
 
 
@@ -85,6 +85,12 @@ def test_gradient_of_another_dtype() -> None:
     optimizer = OffloadOptimizer([p], FusedAdamW)
     with refused(optimizer, TypeError, "gradient .* is torch.float32, and the parameter"):
         optimizer.step()
+
+
+def test_nested_parameter() -> None:
+    nested = Parameter(nested_tensor(torch.ones(2), torch.ones(3)))
+    with pytest.raises(TypeError, match="a parameter is a nested tensor, and only strided ones"):
+        OffloadOptimizer([nested], FusedSGD)
 
 
 def test_parameters_that_share_memory() -> None:

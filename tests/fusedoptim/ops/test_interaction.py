@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedoptim.ops import interaction
 from tests.compiling import needs_compiler, quiet_compiler
-from tests.fusedoptim.helpers import assert_within
+from tests.fusedoptim.helpers import assert_within, nested_tensor
 from tests.optimizer_cases import FLOATS
 from tests.running import at_each_thread_count
 from tests.tolerances import interaction_errors
@@ -271,6 +271,15 @@ class TestBadInput:
         problem = f"feature 1 has shape {shape} and feature 0 (3, 5); pass (3, 5) for one feature"
         with pytest.raises(ValueError, match=re.escape(problem)):
             interaction(torch.ones(3, 5), torch.ones(shape))
+
+    @pytest.mark.parametrize("place", [0, 1])
+    def test_nested(self, place: int) -> None:
+        """Torch refuses it, after a call of the same form too."""
+        features = [torch.ones(2, 4), torch.ones(2, 4)]
+        interaction(*features)
+        features[place] = nested_tensor(torch.ones(4), torch.ones(4))
+        with pytest.raises(NotImplementedError, match="NestedTensor"):
+            interaction(*features)
 
     def test_device_and_dtype_of_the_operator(self) -> None:
         first = torch.ones(3, 5)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedoptim import transforms
+from tests.fusedoptim.helpers import nested_tensor
 from tests.transforms.passes.test_pack_weights import (
     CASES,
     assert_as_in_float64,
@@ -75,6 +76,16 @@ def test_repeated_call_sees_changes(case: str, change: Callable[[Any], None]) ->
     plain.weight.data = ours.weight.detach().clone()
     plain.bias = None if ours.bias is None else nn.Parameter(ours.bias.detach().clone())
     assert_as_in_float64(plain, ours, x, torch.float32)
+
+
+def test_nested_input() -> None:
+    model, x = CASES["linear"]()
+    ours = optimized(model)
+    plain = copy.deepcopy(transforms.restore(copy.deepcopy(ours)))
+    repeat(ours, x)
+    with torch.no_grad():
+        results = [module(nested_tensor(x, x[:1])).unbind() for module in (ours, plain)]
+    assert all(map(torch.equal, *results))
 
 
 def repeat(ours: nn.Module, x: Tensor) -> None:
