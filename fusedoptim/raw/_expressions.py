@@ -301,6 +301,18 @@ def check_text(**texts: Any) -> None:
             raise TypeError(f"{name}={text!r} is {class_of(text)}; pass a str")
 
 
+def statements(text: str, what: str) -> str:
+    """C of the caller's statements, which errors call ``what``.
+
+    ``return`` skips the rest of them, but not what follows them: the outputs are stored, as they
+    are in CuPy, where they are references.
+    """
+    return (
+        f'#define return goto stored_\n#line 1 "{what}"\n    {text};\n#line 1 "generated"\n'
+        "#undef return\nstored_:;"
+    )
+
+
 def takes_frame(device: torch.device) -> bool:
     """Whether kernels take the address of their arguments: a GPU cannot read the host's memory."""
     return BACKENDS[device.type].runs_on_host

@@ -14,8 +14,10 @@ from torch import Tensor
 from fusedoptim.dtypes import ELEMENTS, Element
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.raw._errors import class_of
-from fusedoptim.raw._pointers import MASKED
+from fusedoptim.raw._pointers import MASKED, NESTED
+from fusedoptim.raw._scalars import TRUTH
 from fusedoptim.raw._spirv import Parameter
+from fusedoptim.step.tensors import has_shared_elements
 
 Scalar = bool | int | float
 
@@ -119,9 +121,10 @@ class Operand(NamedTuple):
     def parameter(self, const: bool) -> Parameter:
         """The kernel's parameter."""
         is_pointer = isinstance(self.value, Tensor)
-        c = self.dtype.memory if is_pointer else self.dtype.arithmetic.replace("bool", "uchar")
+        if not is_pointer and self.dtype.torch == torch.bool:
+            return Parameter(self.c_name, "scalar", TRUTH, 1, False)
+        element = _BY_C[self.dtype.memory if is_pointer else self.dtype.arithmetic]
         kind = "pointer" if is_pointer else "scalar"
-        element = _BY_C[c]
         return Parameter(self.c_name, kind, element.name, element.size, is_pointer and const)
 
     def load(self, index: str, const: bool) -> str:
@@ -216,7 +219,8 @@ def bind(
             )
     for param, value in numbers:
         dtype = found.setdefault(param.type, _BY_TORCH[_PYTHON[type(value)]])
-        if isinstance(value, float) and not dtype.torch.is_floating_point:
+        may_be_real = dtype.torch.is_floating_point or dtype.torch == torch.bool
+        if isinstance(value, float) and not may_be_real:
             raise TypeError(
                 f"{kernel}: argument {param.name!r} is {value!r} and must be a number of "
                 f"{dtype.torch}"
@@ -252,7 +256,7 @@ def read(
 
     Raises:
         RuntimeError: one requires a gradient.
-        TypeError: an array is masked, or of a dtype that torch does not have.
+        TypeError: an array is masked, or of a dtype that torch does not have; a tensor is nested.
         ValueError: one is sparse, or an array that torch does not accept or that is read-only.
     """
     values: list[Any] = []
@@ -266,6 +270,8 @@ def read(
                     f"{_label(kernel, params, k)} requires a gradient, and autograd does not see a "
                     "kernel; call it under torch.no_grad(), or pass tensor.detach()"
                 )
+            if value.is_nested:
+                raise TypeError(f"{_label(kernel, params, k)} is {NESTED}")
             if value.layout is not torch.strided:
                 raise ValueError(
                     f"{_label(kernel, params, k)} is {value.layout}; pass its .to_dense()"
@@ -355,7 +361,7 @@ def check_output(kernel: str, operand: Operand, shape: torch.Size) -> None:
             f"{kernel}: the output {operand.param.name!r} has shape {tuple(tensor.shape)}, and the "
             f"result's is {tuple(shape)}"
         )
-    if any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), shape)):
+    if has_shared_elements(tensor):
         raise ValueError(
             f"{kernel}: elements of the output {operand.param.name!r} share memory; "
             "pass its .clone()"
@@ -412,7 +418,7 @@ def opening(kernel: str, parameters: Sequence[Parameter], takes_frame: bool) -> 
 
 
 def _c_type(parameter: Parameter) -> str:
-    c = ELEMENTS[parameter.dtype].c
+    c = "uchar" if parameter.dtype == TRUTH else ELEMENTS[parameter.dtype].c
     return (
         f"global {'const ' * parameter.is_const}{c} *"
         if parameter.kind == "pointer"

@@ -17,14 +17,16 @@ from fusedoptim.raw._errors import class_of
 from fusedoptim.raw._spirv import Parameter
 
 MASKED = "a masked array, whose mask no kernel sees; pass value.filled(...), or value.data"
+NESTED = "a nested tensor, which has no strides; pass each of its .unbind(), or .to_padded_tensor()"
 PLAIN = frozenset((Tensor, TorchParameter))
 """The classes of tensors that have memory of their own."""
 _NAMES = [element.dtype for element in ELEMENTS.values()] + ["bool", "complex64", "complex128"]
 _TORCH = {getattr(torch, name): name for name in _NAMES}
 # Computing a numpy dtype's name is slow.
 _NUMPY = {np.dtype(name): name for name in _NAMES if name in np.sctypeDict}
-# The dtypes that a pointer accepts, by its target. OpenCL C has no bfloat16, so a ushort holds its
-# bits; a complex number is a vector of two.
+# The dtypes that a pointer accepts, by its target; others accept all: in C, a pointer to char may
+# point to any object. OpenCL C has no bfloat16, so a ushort holds its bits; a complex number is a
+# vector of two.
 _DTYPES = {
     **{name: (element.dtype,) for name, element in ELEMENTS.items() if element.size > 1},
     "f32x2": ("float32", "complex64"),
@@ -95,6 +97,8 @@ def pointer(parameter: Parameter, index: int) -> Accept:
         if not isinstance(value, Tensor):
             return accept_other(value, uses)
         value = _plain(value)
+        if value.is_nested:
+            raise TypeError(NESTED)
         if dtypes and value.dtype not in dtypes:
             raise TypeError(_wrong_dtype(value.dtype, names))
         device = value.device

@@ -17,12 +17,16 @@ Convert = Callable[[Any], Any]
 """Converts a caller's argument to a value that :mod:`struct` packs; TypeError, ValueError or
 OverflowError say what is wrong, and the cure."""
 
+TRUTH = "truth"
+"""The dtype of a parameter that is the truth of its argument: a byte, 0 or 1."""
 _VECTOR = re.compile(r"(\w+?)x(\d+)")
 
 
 def scalar(parameter: Parameter) -> tuple[str, Convert]:
     """The format in which :mod:`struct` packs a parameter, and the function that converts to it."""
     dtype = parameter.dtype
+    if dtype == TRUTH:
+        return "?", bool
     element = ELEMENTS.get(dtype)
     if element is not None and element.is_float and element.code:
         return element.code, _real(element)

@@ -22,7 +22,8 @@ class Walk(NamedTuple):
 
     def cut(self, dims: int) -> tuple[Walk, Walk]:
         """The walk of the ``dims`` outer dimensions, and that of the others."""
-        outer, inner = zip(*[(strides[:dims], strides[dims:]) for strides in self.strides])
+        outer = tuple([strides[:dims] for strides in self.strides])
+        inner = tuple([strides[dims:] for strides in self.strides])
         return Walk(self.shape[:dims], outer), Walk(self.shape[dims:], inner)
 
     def numbers(self, index: str) -> dict[str, int]:

@@ -22,6 +22,7 @@ from fusedoptim.raw._expressions import (
     check_text,
     chunk_of,
     launch_shape,
+    statements,
 )
 from fusedoptim.raw._parameters import Operand, Scalar
 from fusedoptim.raw._walk import Walk, walk
@@ -31,11 +32,10 @@ __all__ = ["ElementwiseKernel"]
 # A row is a run of elements at equal distances in each tensor. A group walks a chunk of a row, or
 # several short rows. The offset at which a row begins is the same for all work items.
 _SOURCE = """
-static inline void {name}_element(const index_t i, const index_t j_{parameters}{offsets}) {{
+static inline void {name}_element(const index_t i_, const index_t j_{parameters}{offsets}) {{
+    const ptrdiff_t i = i_, n = n_;
 {loads}
-#line 1 "operation"
-    {operation};
-#line 1 "generated"
+{operation}
 {stores}
 }}
 {opening}
@@ -63,10 +63,11 @@ class ElementwiseKernel(ExpressionKernel):
 
     ``operation`` is OpenCL C in which a parameter's name is one element; ``i`` is the element's
     index, ``n`` the number of elements. Inputs are broadcast as in torch's operators. A parameter
-    declared ``raw`` is a pointer to a contiguous tensor, which the operation indexes. A capital
-    letter is a type that the call determines, in declarations and in the operation. bfloat16 and
-    float16 are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``). An output may
-    have exactly the memory of an input; with any other overlap the results are undefined.
+    declared ``raw`` is a pointer to a contiguous tensor, which the operation indexes. ``i`` and
+    ``n`` have a sign (``ptrdiff_t``). After ``return`` the outputs are stored too. A capital letter
+    is a type that the call determines, in declarations and in the operation. bfloat16 and float16
+    are float32 in the operation (a raw bfloat16: ``from_bfloat16(x[i])``). An output may have
+    exactly the memory of an input; with any other overlap the results are undefined.
 
     Args:
         in_params: the inputs, such as ``"float32 x, raw T y, int64 k"``; types as torch names them.
@@ -156,7 +157,7 @@ class ElementwiseKernel(ExpressionKernel):
         rows, row = way.cut(max(len(way.shape) - 1, 0))
         chunk = chunk_of(n, device, _ALONE)
         chunks, rows_of_group = -(-row.numel // chunk), max(chunk // row.numel, 1)
-        numbers = {"n": n, "length_": row.numel, "chunk_": chunk, "chunks_": chunks}
+        numbers = {"n_": n, "length_": row.numel, "chunk_": chunk, "chunks_": chunks}
         numbers |= {"rows_": rows_of_group, "count_": rows.numel}
         numbers |= rows.numbers("row_") | row.numbers("j_")
         parameters = _parameters.of_kernel([NUMBERS], operands, self._outputs)
@@ -223,7 +224,7 @@ class ElementwiseKernel(ExpressionKernel):
         return _SOURCE.format(
             name=self.name,
             opening=opening,
-            operation=self._operation,
+            operation=statements(self._operation, "operation"),
             lanes=lanes,
             offsets="".join(offsets).replace(",", ", const index_t"),
             offset_names="".join(offsets),

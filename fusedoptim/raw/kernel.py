@@ -208,8 +208,8 @@ class RawKernel:
                 lets the driver choose.
             args: a value for each parameter. For a pointer: a torch tensor, a numpy array, or an
                 array or memory of a pool, of dpctl or dpnp, contiguous and of the dtype that it
-                points to, or None. For a ``local`` pointer: :class:`LocalMemory`. Else a number, or
-                bytes.
+                points to (of any dtype for ``char``, ``uchar`` and ``void``, as in C), or None. For
+                a ``local`` pointer: :class:`LocalMemory`. Else a number, or bytes.
             wait: whether to wait for the kernel's end. None waits on the CPU device, whose results
                 are in the host's memory, and returns at once elsewhere, where torch's stream keeps
                 the order. After False on the CPU, ``allocator.queue("cpu").wait()`` waits, as does

@@ -24,6 +24,7 @@ from fusedoptim.raw._expressions import (
     check_text,
     chunk_of,
     launch_shape,
+    statements,
 )
 from fusedoptim.raw._parameters import DTYPES, Dtype, Operand, Scalar
 from fusedoptim.raw._spirv import Parameter
@@ -43,17 +44,17 @@ static inline reduced_t {name}_reduce(const reduced_t a, const reduced_t b) {{
     return {reduce};
 #line 1 "generated"
 }}
-static inline reduced_t {name}_map(const index_t o_, const index_t i{parameters}) {{
+static inline reduced_t {name}_map(const index_t o_, const index_t i_{parameters}) {{
+    const ptrdiff_t i = i_, n = n_;
 {loads}
 #line 1 "map_expr"
     return {map};
 #line 1 "generated"
 }}
 static inline void {name}_store(const index_t o_, const reduced_t a{parameters}) {{
+    const ptrdiff_t n = n_;
 {results}
-#line 1 "post_map_expr"
-    {post};
-#line 1 "generated"
+{post}
 {stores}
 }}
 {opening}
@@ -92,7 +93,7 @@ def _four(place: str) -> str:
 # its quarters: a core reads four places of memory at once faster than one.
 _ALONG = f"""
     const index_t o_ = group_ / chunks_, this_ = group_ % chunks_, first_ = this_ * chunk_;
-    const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
+    const index_t end_ = first_ + chunk_ < n_ ? first_ + chunk_ : n_;
     const index_t steps_ = (end_ - first_) / (4 * {{lanes}}), whole_ = 4 * {{lanes}} * steps_;
     const index_t apart_ = whole_ < {{long}} ? {{lanes}} : whole_ / 4;
     const index_t step_ = whole_ < {{long}} ? 4 * {{lanes}} : {{lanes}};
@@ -127,10 +128,10 @@ _ALONG_SEVERAL = f"""
         reduced_t b = {{identity}}, c_ = {{identity}}, d_ = {{identity}};
         a = {{identity}};
         index_t at_ = lane_, end_ = {{lanes}};
-        for (; end_ <= n; end_ += {{lanes}}, at_ += {{lanes}}) {{{{
+        for (; end_ <= n_; end_ += {{lanes}}, at_ += {{lanes}}) {{{{
             {_four("begin_ + row{}_, at_")}
         }}}}
-        if (at_ < n) {{{{
+        if (at_ < n_) {{{{
             {_four("begin_ + row{}_, at_")}
         }}}}
         of_lanes_[row0_ * {{lanes}} + lane_] = a;
@@ -150,9 +151,9 @@ _ALONG_SEVERAL = f"""
 _ACROSS = """
     const index_t strips_ = (count_ + {lanes} - 1) / {lanes}, this_ = group_ / strips_;
     const index_t o_ = group_ % strips_ * {lanes} + lane_, first_ = this_ * chunk_;
-    const index_t end_ = first_ + chunk_ < n ? first_ + chunk_ : n;
+    const index_t end_ = first_ + chunk_ < n_ ? first_ + chunk_ : n_;
     if (o_ >= count_) return;
-    for (index_t i = first_; i < end_; i++) a = {name}_reduce(a, {name}_map(o_, i{names}));
+    for (index_t i_ = first_; i_ < end_; i_++) a = {name}_reduce(a, {name}_map(o_, i_{names}));
 """
 _ROWS = 256  # that a group reads in a chunk across
 _RESULTS = 16  # that a group reduces along, at most
@@ -228,7 +229,7 @@ class ReductionKernel(ExpressionKernel):
         self._expressions = {
             "map": map_expr,
             "reduce": reduce_expr,
-            "post": post_map_expr,
+            "post": statements(post_map_expr, "post_map_expr"),
             "identity": identity,
         }
         self._reduce_type = reduce_type or self._outputs[0].type
@@ -267,6 +268,8 @@ class ReductionKernel(ExpressionKernel):
             args = *args, *(out if isinstance(out, tuple) else (out,))
         if axis is not None and type(axis) is not int:
             axis = self._as_axes(axis, args)
+        if keepdims is not True and keepdims is not False:
+            keepdims = self._as_flag(keepdims)
         return self._call(args, axis, keepdims)
 
     def _as_axes(self, axis: Any, args: Sequence[Any]) -> tuple[int, ...]:
@@ -279,6 +282,14 @@ class ReductionKernel(ExpressionKernel):
             pass
         dims = max([getattr(value, "ndim", 0) for value in args[: self._input_count]], default=0)
         raise ValueError(f"{self.name}: axis={axis!r} is not valid for {dims} dimensions")
+
+    def _as_flag(self, keepdims: Any) -> bool:
+        try:
+            return bool(keepdims)
+        except (TypeError, ValueError, RuntimeError):  # as of an array of several elements
+            raise ValueError(
+                f"{self.name}: keepdims={keepdims!r} is neither true nor false; pass True or False"
+            ) from None
 
     def _plan(
         self, values: Sequence[Any], axis: int | tuple[int, ...] | None, keepdims: bool
@@ -307,9 +318,9 @@ class ReductionKernel(ExpressionKernel):
         chunk = _ROWS if is_across else chunk_of(n, device, alone, count)
         chunks = max(-(-n // chunk), 1)
         results = lanes if is_across else _results_of_group(n, count, chunks, device)
-        numbers = {"n": n, "count_": count, "results_": results}
+        numbers = {"n_": n, "count_": count, "results_": results}
         numbers |= {"chunk_": chunk, "chunks_": chunks}
-        numbers |= inner.numbers("i") | outer.numbers("o_")
+        numbers |= inner.numbers("i_") | outer.numbers("o_")
         reduced = found.get(self._reduce_type) or _parameters.output_dtype(
             self.name, self._outputs[0], found
         )
@@ -367,14 +378,14 @@ class ReductionKernel(ExpressionKernel):
         body: str,
     ) -> str:
         """OpenCL C for operands of these types and strides."""
-        loads, results, stores = [inner.split("i"), outer.split("o_")], [outer.split("o_")], []
+        loads, results, stores = [inner.split("i_"), outer.split("o_")], [outer.split("o_")], []
         for k, operand in enumerate(elements):
             place = outer.offset("o_", k)
             if operand.param in self._outputs:
                 results.append(operand.load(place, const=False))
                 stores.append(operand.store(place))
             else:
-                loads.append(operand.load(f"{inner.offset('i', k)} + {place}", const=True))
+                loads.append(operand.load(f"{inner.offset('i_', k)} + {place}", const=True))
         words = _parameters.declared(numbers, operands, self._outputs) | self._expressions
         words |= {"name": self.name, "counter": str(_COUNTER)}
         words |= {"identity": identity, "lanes": str(lanes), "most_results": str(_RESULTS)}

@@ -16,6 +16,7 @@ import torch
 
 from fusedoptim import allocator
 from fusedoptim.raw import (
+    ElementwiseKernel,
     InvalidModuleError,
     KernelCompileError,
     KernelCompileWarning,
@@ -28,6 +29,7 @@ from fusedoptim.raw import (
 from fusedoptim.raw._build import check_capabilities
 from fusedoptim.raw._opencl_c import compile_opencl_c
 from fusedoptim.raw._spirv import read_module, read_signatures
+from tests.fusedoptim.helpers import nested_tensor
 
 F32, F64 = torch.float32, torch.float64
 
@@ -60,6 +62,10 @@ def released() -> Any:
     return memory
 
 
+def nested() -> torch.Tensor:
+    return nested_tensor(torch.ones(2), torch.ones(3))
+
+
 X = "saxpy: argument 2, 'const f32 *x': "
 REFUSED_POINTERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dtype": (lambda: torch.zeros(4, dtype=F64), TypeError, "dtype is torch.float64, and the"),
@@ -74,12 +80,27 @@ REFUSED_POINTERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative bit": (lambda: torch._neg_view(torch.zeros(4)), ValueError, "resolve_neg()"),
     "sparse": (lambda: torch.zeros(4).to_sparse(), ValueError, "layout is torch.sparse_coo"),
     "csr": (sparse_csr, ValueError, "layout is torch.sparse_csr"),
+    "nested": (nested, TypeError, "a nested tensor, which has no strides; pass each of its .unb"),
     "meta": (on_meta, RuntimeError, "is on meta, which SYCL does not serve"),
     "wrapper": (Wrapper, TypeError, "a Wrapper has no memory of its own"),
     "list": (lambda: [1.0, 2.0], TypeError, "list [1.0, 2.0], where a torch tensor"),
     "integer": (lambda: 12345, TypeError, "int 12345, where a torch tensor"),
     "released": (released, RuntimeError, "was released"),
 }
+
+
+def test_nested_tensors(module: RawModule) -> None:
+    """They are refused after calls with other tensors too: torch would end the process."""
+    twice, x = ElementwiseKernel("T x", "T y", "y = 2 * x", "twice"), torch.ones(4)
+    for _ in range(2):
+        twice(x), twice(x, torch.ones(4)), module["saxpy"](4, None, (4, 1, x, torch.zeros(4)))
+    text = "argument 'x' is a nested tensor, which has no strides"
+    with pytest.raises(TypeError, match=text):
+        twice(nested())
+    with pytest.raises(TypeError, match=text.replace("x", "y", 1)):
+        twice(x, nested())
+    with pytest.raises(TypeError, match="argument 3, 'f32 \\*y': a nested tensor, which has no"):
+        module["saxpy"](4, None, (4, 1, x, nested()))
 
 
 @pytest.mark.parametrize("case", list(REFUSED_POINTERS))

@@ -167,6 +167,11 @@ def test_bool() -> None:
     x, y = torch.rand(50) < 0.5, torch.rand(50) < 0.5
     assert torch.equal(both(x, y), x & ~y)
     assert torch.equal(both(x, True), torch.zeros(50, dtype=torch.bool))
+    scaled = ElementwiseKernel("bool k, int32 x", "int32 z", "z = x * k")
+    ones = torch.ones(2, dtype=torch.int32)
+    for number in (True, False, 2, -1, 256, 0, 0.5, float("nan")):  # numpy's truth of them
+        for _ in range(2):  # checked, and repeated
+            assert scaled(number, ones).tolist() == [int(np.bool_(number))] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -228,6 +233,36 @@ def test_index_raw_and_size() -> None:
         "raw bfloat16 x, int32 at", "float32 y", "y = from_bfloat16(x[at])", "gather"
     )
     assert gather(values.bfloat16(), torch.tensor([4, 1], dtype=torch.int32)).tolist() == [4, 1]
+
+
+def test_index_and_number_have_a_sign() -> None:
+    """In CuPy both are ``ptrdiff_t``."""
+    centered = ElementwiseKernel("raw T x", "float32 y", "y = (i - n / 2) * x[i - 1 < 0 ? 0 : i]")
+    assert centered(torch.ones(5), size=5).tolist() == [-2, -1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("out_params", "operation", "expected"),
+    [
+        ("T y", "if (x < 0) { y = 0; return; } y = sqrt(x)", [0, 2, 0]),
+        ("T y", "y = -1; STOP_IF(x < 0) y = above(x)", [-1, 1, -1]),
+        ("raw T y", "y[i] = 3; if (x < 0) return; y[i] = x", [3, 4, 3]),
+    ],
+)
+def test_return_keeps_the_outputs(out_params: str, operation: str, expected: list[float]) -> None:
+    """As in CuPy, where outputs are references."""
+    preamble = "#define STOP_IF(c) if (c) return;\nfloat above(float x) { return x > 0; }"
+    kernel = ElementwiseKernel("T x", out_params, operation, preamble=preamble)
+    assert kernel(torch.tensor([-1.0, 4, -9]), torch.full((3,), 77.0)).tolist() == expected
+
+
+def test_only_raw_tensors() -> None:
+    scatter = ElementwiseKernel("raw T x, raw int64 at", "raw T y", "y[at[i]] = x[i]", "scatter")
+    x, at, y = torch.arange(4.0), torch.tensor([3, 2, 1, 0]), torch.full((4,), -1.0)
+    assert scatter(x, at, y, size=3) is y
+    assert y.tolist() == [-1, 2, 1, 0]
+    scaled = ElementwiseKernel("float32 k", "raw float32 y", "y[i] = i * k")
+    assert scaled(0.5, torch.zeros(20_000), size=20_000)[-1] == 9999.5
 
 
 def test_outputs_preamble_and_numbers() -> None:
@@ -363,8 +398,11 @@ class TestBadInput:
             difference(x, torch.ones(4))
         with pytest.raises(ValueError, match=r"'z' has shape \(4,\), and the result's is \(3,\)"):
             difference(x, x, torch.ones(4))
-        with pytest.raises(ValueError, match="elements of the output 'z' share memory"):
-            difference(x, x, torch.ones(1).expand(3))
+        for shared in (torch.ones(1).expand(3), torch.ones(6).as_strided((3, 2), (1, 1))):
+            with pytest.raises(ValueError, match="elements of the output 'z' share memory"):
+                difference(torch.ones(shared.shape), 1.0, shared)
+        apart = torch.zeros(8).as_strided((3, 2), (2, 3))
+        assert difference(torch.ones(3, 2), 1.0, apart) is apart
         with pytest.raises(ValueError, match="size=3 was given, but"):
             difference(x, x, size=3)
         numbered = ElementwiseKernel("", "float32 y", "y = i")

@@ -140,6 +140,16 @@ def test_index_mean_and_two_outputs() -> None:
     assert (mean.item(), scaled.item(), scaled.dtype) == (3.5, 280.0, torch.float64)
 
 
+def test_number_has_a_sign_and_return_keeps_the_outputs() -> None:
+    x = torch.arange(-10, 0, dtype=torch.int32)
+    mean = ReductionKernel("T x", "T y", "x", "a + b", "y = a / n", "0", "mean")
+    assert mean(x).item() == -5
+    weighted = ReductionKernel("T x", "float32 y", "x * (i - n)", "a + b", "y = a", "0")
+    assert weighted(x).item() == (x * (torch.arange(10) - 10)).sum()
+    at_least = ReductionKernel("T x", "T y", "x", "a + b", "y = a; if (a > 3) return; y = 3", "0")
+    assert at_least(torch.tensor([[2.0, 2.0], [1.0, 1.0]]), axis=1).tolist() == [4, 3]
+
+
 def test_integers_and_bool() -> None:
     x = torch.randint(-100, 100, (300, 7), dtype=torch.int32)
     assert torch.equal(total(x, axis=0), x.sum(0, dtype=torch.int32))
@@ -252,6 +262,16 @@ class TestBadInput:
         total(x, axis=1), total(x, axis=(1,)), total(x, axis=(1, 0))
         with pytest.raises(ValueError, match="is not valid for 2 dimensions"):
             total(x, axis=axis)  # type: ignore[arg-type]
+
+    def test_keepdims(self) -> None:
+        """The truth of a value, as in numpy."""
+        x = torch.ones(3, 4)
+        for keepdims in (1, np.array([2]), torch.tensor(True), "yes"):
+            assert total(x, axis=1, keepdims=keepdims).shape == (3, 1)  # type: ignore[arg-type]  # a bool
+        for keepdims in (0, None, [], np.array(0)):
+            assert total(x, axis=1, keepdims=keepdims).shape == (3,)  # type: ignore[arg-type]  # a bool
+        with pytest.raises(ValueError, match=r"keepdims=array.* is neither true nor false; pass T"):
+            total(x, axis=1, keepdims=np.array([1, 0]))  # type: ignore[arg-type]  # a bool
 
     def test_too_many_results(self) -> None:
         x = torch.ones(1, dtype=torch.uint8).expand(2**31, 2)
