@@ -7,7 +7,6 @@ each call. docs/design/dropout.md says what they cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from fusedoptim._torch_private import (
     profiler_enabled,
 )
 from fusedoptim.ops._launching import DEVICES
+from fusedoptim.step.unchanged import may_be_compared
 
 _NAMESPACE = "fusedoptim"
-_IS_NESTED = attrgetter("is_nested")
 _NO_LIST = -1
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
@@ -146,7 +145,7 @@ def is_plain(*inputs: Any) -> bool:
 
 
 def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    if True in map(_IS_NESTED, tensors):  # torch's guards end the process at a nested tensor
+    if not may_be_compared(tensors):
         return False
     first = tensors[0]
     key = len(tensors), type(first), first.dtype, first.dim(), first.requires_grad

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fusedoptim.raw._pointers import PLAIN
-from fusedoptim.step.unchanged import tensor_guards
+from fusedoptim.step.unchanged import may_be_compared, tensor_guards
 
 Fact = TypeVar("Fact")
-_IS_NESTED = operator.attrgetter("is_nested")
 _MOST_KNOWN = 8
 _PATIENCE = 32  # after so many calls with new shapes, only one in so many is remembered
 
@@ -40,10 +38,7 @@ class Recent(Generic[Fact]):
     def find(self, arguments: Sequence[Any], options: object = None) -> Fact | None:
         """The fact remembered about such arguments with equal options."""
         tensors = arguments if self._places is None else [arguments[i] for i in self._places]
-        try:
-            if True in map(_IS_NESTED, tensors):  # for which torch's guards end the process
-                return None
-        except AttributeError:  # not a tensor
+        if not may_be_compared(tensors):
             return None
         for is_same, known_options, fact in self._known:
             if known_options == options and is_same(*tensors):

@@ -8,7 +8,8 @@ written.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -22,11 +23,23 @@ RUN = 150
 hundred tensors, gradients and state included, stay in the second-level cache from pass to pass."""
 
 _GRAD = operator.attrgetter("grad")
+_IS_NESTED: Any = Tensor.is_nested.__get__  # type: ignore[attr-defined]  # it is torch's getter
 
 
 def are_same_objects(some: Collection[object], others: Collection[object]) -> bool:
     """Whether both hold the same objects in the same order; tensors have an ``==`` of their own."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def may_be_compared(values: Iterable[Any]) -> bool:
+    """Whether guards may be asked about these values: a nested tensor would end the process.
+
+    False too if one is not a tensor.
+    """
+    try:
+        return True not in map(_IS_NESTED, values)
+    except TypeError:
+        return False
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:

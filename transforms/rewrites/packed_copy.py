@@ -105,6 +105,7 @@ class Pack:
             and address == weight.data_ptr()
             and last.autocast == torch.get_autocast_dtype("cpu")
             and last.param_count == len(params)
+            and type(x) is Tensor
             and not x.is_nested  # torch's guards end the process at a nested tensor
             and last.guards.check(x, *params)
         )
