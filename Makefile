@@ -14,6 +14,7 @@ APART = $(call OF_PROJECT,['tool']['fusedoptim']['apart'])
 # Make an environment with the newest pip. Python would first install the pip that it brings, and compile
 # it. Before release 24 pip is slower: it compares each file that an index lists with a thousand tags.
 define MAKE_ENVIRONMENT
+@$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('make needs CPython 3.11: PYTHON=python3.11')"
 $(PYTHON) -m venv --without-pip $(1)
 $(PYTHON) -m pip --python $(1)/bin/python install $(PIP_OPTIONS) pip
 endef

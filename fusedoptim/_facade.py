@@ -58,5 +58,5 @@ def overwritten(name: str, path: Path, marker: str | None) -> str:
     return (
         f"{path} does not belong to fusedoptim {__version__} (its mark is {marker!r}): "
         f"another distribution named {name!r} was installed over it; uninstall that one, "
-        "then pip install --force-reinstall --no-deps fusedoptim"
+        "then, in a clone of fusedoptim, pip install --force-reinstall --no-deps ."
     )

@@ -196,6 +196,6 @@ def load_compiler() -> ModuleType:
                 return importlib.import_module("numba_dpex")
         except ModuleNotFoundError as error:
             raise ImportError(
-                "numba-dpex is not installed: pip install 'fusedoptim[jit]' "
-                "in an environment of its own, with CPython 3.10 or 3.11"
+                "numba-dpex is not installed: pip install '.[jit]' in a clone of fusedoptim, "
+                "into an environment of its own with CPython 3.10 or 3.11"
             ) from error

@@ -20,7 +20,9 @@ from fusedoptim.launch.parts import CODE
 
 _NAMES = ("allocator", "transforms")
 _MARKER = re.compile(r"""^__fusedoptim__ = ["'](.*?)["']""", re.MULTILINE)
-REINSTALL = "pip install --force-reinstall --no-deps fusedoptim (in a clone: git checkout .)"
+REINSTALL = (
+    "pip install --force-reinstall --no-deps . in a clone (installed --editable: git checkout .)"
+)
 
 
 def check_kernels() -> Section:
@@ -103,7 +105,7 @@ def _other_distributions() -> Iterator[Problem]:
             yield error(
                 f"the distribution {name} {found.version}, which is not ours, is installed in the "
                 f"folder {found.locate_file('')}; its files replace some of ours",
-                f"pip uninstall {name}, then pip install --force-reinstall --no-deps fusedoptim",
+                f"pip uninstall {name}, then in a clone pip install --force-reinstall --no-deps .",
             )
     # A clone that was installed is found twice, by its own folder too.
     ours = {

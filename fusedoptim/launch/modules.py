@@ -53,7 +53,7 @@ class Module(NamedTuple):
         return VARIANTS[self.variant].arithmetic
 
 
-_CURE = "reinstall the package: pip install --force-reinstall --no-deps fusedoptim"
+_CURE = "reinstall the package: pip install --force-reinstall --no-deps . in a clone"
 
 
 @functools.cache

@@ -185,9 +185,9 @@ def _tools() -> tuple[str, ...]:
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(
             f"{error.name} is not installed, which compiles kernels that are written in Python: "
-            "pip install 'fusedoptim[jit]' in an environment of its own, with CPython 3.10 or "
-            "3.11; or compile the kernel there (python -m fusedoptim aot build) and load the "
-            "bundle here"
+            "pip install '.[jit]' in a clone of fusedoptim, into an environment of its own with "
+            "CPython 3.10 or 3.11; or compile the kernel there (python -m fusedoptim aot build) "
+            "and load the bundle here"
         ) from error
     sources = [hashlib.sha256((_FOLDER / name).read_bytes()).hexdigest() for name in _SOURCES]
     return (platform.python_version(), *versions, *sources)

@@ -23,7 +23,8 @@ def test_every_package_is_listed_and_typed() -> None:
         for name in PACKAGES
         for path in (ROOT / name).rglob("__init__.py")
     }
-    assert listed == found
+    data = {"fusedoptim.spirv"}  # setuptools warns of a folder with data that is not listed
+    assert listed == found | data
     for name in PACKAGES:
         assert (ROOT / name / "py.typed").exists()
 

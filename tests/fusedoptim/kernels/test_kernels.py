@@ -221,7 +221,7 @@ def test_module_for_each_variant(kernel: str, variant: str) -> None:
         assert module.variant == ("f64" if variant == "f64" else "f32")
 
 
-@pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")
+@pytest.mark.skipif(not HAS_COMPILER, reason="pip install '.[jit]'")
 class TestCompiler:
     def test_fresh_build_equals_the_repositorys(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -295,5 +295,5 @@ class TestCompiler:
 @pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
 @pytest.mark.parametrize("command", [build_tool.build, build_tool.verify])
 def test_compiler_missing(command: Callable[[], list[str]]) -> None:
-    with pytest.raises(ImportError, match=r"pip install 'fusedoptim\[jit\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[jit\]' in a clone"):
         command()

@@ -45,9 +45,7 @@ def write_words(n: Int64, given: Global[Int64], words: Global[Int64]) -> None:
         words[4 * i + 3] = d
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("numba_dpex") is None, reason="pip install 'fusedoptim[jit]'"
-)
+@pytest.mark.skipif(importlib.util.find_spec("numba_dpex") is None, reason="pip install '.[jit]'")
 def test_compiled() -> None:
     """Compiled words are the known answers, and those that Python computes."""
     random = torch.randint(0, 1 << 32, (1000, 6))

@@ -48,7 +48,7 @@ from tests.fusedoptim.helpers import assert_within, run_script
 from tests.tolerances import BUILTIN_ULPS, Bounded, unit_roundoff
 
 HAS_COMPILER = importlib.util.find_spec("numba_dpex") is not None
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="pip install 'fusedoptim[jit]'")
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="pip install '.[jit]'")
 GAIN = 0.25
 SHIFTS = (1, 2)
 FLOAT64 = 10  # SPIR-V's capability
