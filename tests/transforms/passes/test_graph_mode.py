@@ -126,7 +126,8 @@ def test_hooks_come_and_go_after_the_first_call() -> None:
 
 def test_many_kinds_of_calls_are_captured() -> None:
     """There are more of them than torch.compile captures by default."""
-    model = nn.Sequential(nn.Linear(3, 2), nn.GELU()).eval()
+    # Of two outputs, torch's own GELU is farther off than three draws of rounding errors allow.
+    model = nn.Sequential(nn.Linear(3, 64), nn.GELU()).eval()
     ours = transforms.optimize(model, graph_mode=True)
     stats = torch._dynamo.utils.counters["stats"]
     before, kinds = stats["unique_graphs"], torch._dynamo.config.recompile_limit + 2
