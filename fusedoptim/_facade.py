@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from fusedoptim._version import __version__
+from fusedoptim._version import REINSTALL, __version__
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,5 +58,5 @@ def overwritten(name: str, path: Path, marker: str | None) -> str:
     return (
         f"{path} does not belong to fusedoptim {__version__} (its mark is {marker!r}): "
         f"another distribution named {name!r} was installed over it; uninstall that one, "
-        "then, in a clone of fusedoptim, pip install --force-reinstall --no-deps ."
+        f"then, in a clone of fusedoptim, {REINSTALL}"
     )

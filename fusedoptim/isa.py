@@ -5,7 +5,7 @@ machine. The environment variable ``FUSEDOPTIM_ISA``, set before Python starts, 
 :data:`LEVELS`, to compare levels or to see on a new machine what an older one will do.
 
 Optimizers give the same bits at every level: their kernels spell out each fused multiply-add, and
-the driver may not fuse others. Sums over a tensor are taken for 16 lanes whatever the width of the
+the driver may not fuse others, and Lamb's sums are taken for 16 lanes whatever the width of the
 registers. Only ``max_grad_norm`` depends on more, as torch adds up the kernel's results.
 
 The variable affects this package's kernels and the user's raw kernels. torch's operators have

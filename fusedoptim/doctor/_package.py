@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedoptim._facade import overwritten, own_file
-from fusedoptim._version import __version__
+from fusedoptim._version import REINSTALL, __version__
 from fusedoptim.doctor._report import Problem, Section, error, warning
 from fusedoptim.launch import cache, modules
 from fusedoptim.launch.modules import ModuleError
@@ -20,9 +20,7 @@ from fusedoptim.launch.parts import CODE
 
 _NAMES = ("allocator", "transforms")
 _MARKER = re.compile(r"""^__fusedoptim__ = ["'](.*?)["']""", re.MULTILINE)
-REINSTALL = (
-    "pip install --force-reinstall --no-deps . in a clone (installed --editable: git checkout .)"
-)
+_CURE = f"{REINSTALL} in a clone (installed --editable: git checkout .)"
 
 
 def check_kernels() -> Section:
@@ -30,7 +28,7 @@ def check_kernels() -> Section:
     try:
         entries = modules._manifest.__wrapped__()  # the file may have changed since it was cached
     except ModuleError as failure:
-        return Section("kernels", {}, [error(str(failure).rpartition(";")[0], REINSTALL)])
+        return Section("kernels", {}, [error(str(failure).rpartition(";")[0], _CURE)])
     manifest = json.loads(modules.MANIFEST.read_text())
     states = {name: _state(entry) for name, entry in entries.items()}
     facts: dict[str, Any] = {
@@ -41,14 +39,14 @@ def check_kernels() -> Section:
         "cache of programs": str(cache.folder() or "none: FUSEDOPTIM_CACHE_DIR is empty"),
     }
     problems = [
-        error(f"the compiled kernel {name} {state}", REINSTALL)
+        error(f"the compiled kernel {name} {state}", _CURE)
         for name, state in states.items()
         if state
     ]
     try:
         modules.check_code(CODE.read_bytes())
     except (OSError, ModuleError) as failure:
-        problems.append(error(str(failure).rpartition(";")[0] or str(failure), REINSTALL))
+        problems.append(error(str(failure).rpartition(";")[0] or str(failure), _CURE))
     problems += _cache_problems(cache.folder())
     hashes = {name: entry["sha256"] for name, entry in entries.items()}
     return Section("kernels", facts, problems, {"sha256": hashes})
@@ -105,7 +103,7 @@ def _other_distributions() -> Iterator[Problem]:
             yield error(
                 f"the distribution {name} {found.version}, which is not ours, is installed in the "
                 f"folder {found.locate_file('')}; its files replace some of ours",
-                f"pip uninstall {name}, then in a clone pip install --force-reinstall --no-deps .",
+                f"pip uninstall {name}, then in a clone {REINSTALL}",
             )
     # A clone that was installed is found twice, by its own folder too.
     ours = {

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusedoptim._version import REINSTALL
 from fusedoptim.dtypes import VARIANTS
 from fusedoptim.kernels.language import Role
 from fusedoptim.launch.layout import Argument, Layout
@@ -53,7 +54,7 @@ class Module(NamedTuple):
         return VARIANTS[self.variant].arithmetic
 
 
-_CURE = "reinstall the package: pip install --force-reinstall --no-deps . in a clone"
+_CURE = f"reinstall the package: {REINSTALL} in a clone"
 
 
 @functools.cache
