@@ -33,13 +33,11 @@ class Absent(NamedTuple):
 class Timing(NamedTuple):
     """The times of one contender, round by round."""
 
-    contender: Contender
+    name: str
+    """Name of the contender, whose step is not kept: it holds models and their memory."""
     seconds: Sequence[float]
-
-    @property
-    def name(self) -> str:
-        """Name of the contender."""
-        return self.contender.name
+    bytes_moved: int | None = None
+    peer: str | None = None
 
     @property
     def minimum(self) -> float:
@@ -54,7 +52,7 @@ class Timing(NamedTuple):
     @property
     def gigabytes_per_second(self) -> float | None:
         """Memory traffic of the fastest round."""
-        moved = self.contender.bytes_moved
+        moved = self.bytes_moved
         return None if moved is None else moved / self.minimum / 1e9
 
     def over(self, other: Timing) -> tuple[float, float]:
@@ -121,7 +119,7 @@ def time_interleaved(
                     times.append(elapsed)
     finally:
         gc.enable()
-    return list(map(Timing, contenders, seconds))
+    return [Timing(c.name, s, c.bytes_moved, c.peer) for c, s in zip(contenders, seconds)]
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:

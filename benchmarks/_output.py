@@ -120,7 +120,7 @@ def _percent(report: Report, timing: Timing) -> str:
 
 
 def _to_peer(report: Report, timing: Timing) -> str:
-    peer = timing.contender.peer
+    peer = timing.peer
     if peer is None:
         return ""
     minimum, median = timing.over(report.timing(peer))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from benchmarks import _command
 from benchmarks._fresh import measured_by_ranks
-from benchmarks._harness import Contender, Report, Timing, powers_up_to
+from benchmarks._harness import Report, Timing, powers_up_to
 from benchmarks._output import Table
 from benchmarks._ranks import TINY
 
@@ -52,8 +52,8 @@ def compared(workload: str, ranks: int, sides: Sequence[Side], rounds: int | Non
         for spans in zip(*by_rank):
             starts, ends = zip(*spans)
             found.append(max(ends) - min(starts))
-    contenders = [Contender(side.name, lambda: None, peer=side.peer) for side in sides]
-    return Report(workload, list(map(Timing, contenders, seconds)))
+    timings = [Timing(side.name, found, peer=side.peer) for side, found in zip(sides, seconds)]
+    return Report(workload, timings)
 
 
 def ddp(ranks: int, rounds: int | None) -> Report:

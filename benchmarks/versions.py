@@ -80,7 +80,7 @@ def measure(folder: Path, name: str, workload: Workload, rounds: int | None) -> 
     half = math.ceil((rounds or workload.rounds) / 2)
     forth = _times(versions, name, workload, half)
     back = _times(versions[::-1], name, workload, half)[::-1]
-    timings = [Timing(a.contender, [*a.seconds, *b.seconds]) for a, b in zip(forth, back)]
+    timings = [a._replace(seconds=[*a.seconds, *b.seconds]) for a, b in zip(forth, back)]
     return Report(f"{name}, {workload.name}", timings)
 
 
