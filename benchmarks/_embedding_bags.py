@@ -108,7 +108,20 @@ def _merged(bags: Bags) -> Any:
 
 def ours(bags: Bags) -> Callable[[], None]:
     """A step of merged bags, each table with tensors of its own."""
-    merged, workload = _merged(bags), bags.workload
+    return _stepping(bags, _merged(bags))
+
+
+def in_huge_pages(bags: Bags) -> Callable[[], None]:
+    """The same with tables and state in huge pages."""
+    from fusedoptim.runtime import use_huge_pages
+
+    merged = _merged(bags)
+    use_huge_pages(merged, merged.optimizer())
+    return _stepping(bags, merged)
+
+
+def _stepping(bags: Bags, merged: Any) -> Callable[[], None]:
+    workload = bags.workload
     grads = [grad.to(merged[0].weight.dtype) for grad in bags.grads]
 
     def step() -> None:

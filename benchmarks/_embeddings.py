@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch.nn import EmbeddingBag
 
-from fusedoptim.runtime import keep_memory
+from fusedoptim.runtime import keep_memory, use_huge_pages
 
 _TABLES, _ROWS, _WIDTH, _BATCH = 26, 200_000, 64, 2048
 _WARM_UP, _STEPS = 5, 30
 
 
-def step(rows_a_bag: int, is_kept: bool) -> dict[str, object]:
+def step(rows_a_bag: int, is_kept: bool, is_moved: bool) -> dict[str, object]:
     """Seconds of forward and backward and of the update, and MiB in huge pages."""
     if is_kept:
         keep_memory()
@@ -25,6 +25,8 @@ def step(rows_a_bag: int, is_kept: bool) -> dict[str, object]:
         for _ in range(_TABLES)
     ]
     optimizer = torch.optim.SGD([table.weight for table in tables], lr=0.01)
+    if is_moved:
+        use_huge_pages(*(table.weight for table in tables))
     passes, updates = [], []
     for _ in range(_WARM_UP + _STEPS):
         indices = [torch.randint(_ROWS, (_BATCH, rows_a_bag)) for _ in tables]

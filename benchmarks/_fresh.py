@@ -116,11 +116,11 @@ def instances(model: str, batch: str, count: str, by: str) -> float:
     return serve(model, int(batch), int(count), by)
 
 
-def embeddings(rows_a_bag: str, kept: str) -> dict[str, Any]:
+def embeddings(rows_a_bag: str, kept: str, moved: str) -> dict[str, Any]:
     """Seconds of steps of embedding tables; see :mod:`benchmarks._embeddings`."""
     from benchmarks._embeddings import step
 
-    return step(int(rows_a_bag), kept == "True")
+    return step(int(rows_a_bag), kept == "True", moved == "True")
 
 
 def embedding_bags(workload: str, contender: str, rounds: str) -> dict[str, list[float]]:

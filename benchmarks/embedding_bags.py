@@ -3,9 +3,9 @@
 There are 26 tables of 100,000 rows, as in a DLRM, with new indices in each round. "varying" bags
 differ in their number of indices. An iteration is forward, backward and the update of the tables.
 The base is 26 ``EmbeddingBag(sparse=True)`` and a torch optimizer. "joined" is fusedoptim with one
-tensor of indices for all tables. "forward" has no backward pass, but is recorded for one. "touched"
-reads and writes each row that the round's indices name, once, by torch's index_select and
-index_copy_. Freed memory is kept in all.
+tensor of indices for all tables; "huge pages" has called ``use_huge_pages``. "forward" has no
+backward pass, but is recorded for one. "touched" reads and writes each row that the round's indices
+name, once, by torch's index_select and index_copy_. Freed memory is kept in all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 from torch import Tensor
 
 from benchmarks import _command
-from benchmarks._embedding_bags import WORKLOADS, Bags, joined, ours
+from benchmarks._embedding_bags import WORKLOADS, Bags, in_huge_pages, joined, ours
 from benchmarks._harness import Contender, Report, time_interleaved
 from fusedoptim.runtime import keep_memory
 
@@ -44,6 +44,7 @@ def _measure(name: str, rounds: int | None) -> Report:
         Contender("torch", bags.step),
         Contender("fusedoptim", ours(bags)),
         Contender("joined", joined(bags)),
+        Contender("huge pages", in_huge_pages(bags)),
         Contender("touched", bags.touch),
     ]
     return Report(name, time_interleaved(contenders, rounds or _ROUNDS, bags.draw))
