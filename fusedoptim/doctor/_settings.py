@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fusedoptim.doctor import _machine
 from fusedoptim.doctor._report import Problem, Section, warning
 from fusedoptim.doctor._workers import Outcome
-from fusedoptim.runtime import memory
+from fusedoptim.runtime import huge_pages, memory
 from fusedoptim.runtime._cores import listed, nodes, process_cores
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -107,14 +107,17 @@ def _wished(found: _Found) -> Iterator[tuple[str, str]]:
             ),
         )
     if found.huge_pages == "madvise" and os.environ.get(_OF_TORCH) != "1":
-        yield (
-            f"{_OF_TORCH}=1",
-            (
-                "in the environment, for embedding tables of hundreds of MiB, and with "
-                "keep_memory() only: rows in pages of 2 MiB are found faster "
-                "(docs/design/huge-pages.md)"
-            ),
-        )
+        reason = "embedding tables of hundreds of MiB: rows in pages of 2 MiB are found faster"
+        if huge_pages.can_move_pages():
+            yield (
+                "fusedoptim.runtime.use_huge_pages(model, optimizer)",
+                f"in the program, for {reason} (docs/runtime.md)",
+            )
+        else:
+            yield (
+                f"{_OF_TORCH}=1",
+                f"in the environment, with keep_memory() only, for {reason} (docs/runtime.md)",
+            )
     if len(found.nodes) > 1:
         first, *_ = found.nodes
         yield (

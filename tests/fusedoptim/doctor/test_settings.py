@@ -11,8 +11,9 @@ import pytest
 from fusedoptim.doctor import _machine, _settings
 from fusedoptim.doctor._report import Section
 from fusedoptim.doctor._workers import Outcome
-from fusedoptim.runtime import _cores, memory
+from fusedoptim.runtime import _cores, huge_pages, memory
 
+USE_HUGE_PAGES = "fusedoptim.runtime.use_huge_pages(model, optimizer)"
 Examine = Callable[[int | None], tuple[Section, Section]]
 
 
@@ -33,6 +34,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
     monkeypatch.setattr(memory, "other_malloc", lambda: None)
     monkeypatch.setattr(memory, "_is_kept", False)
     monkeypatch.setattr(memory, "_initial_environment", dict)
+    monkeypatch.setattr(huge_pages, "can_move_pages", lambda: True)
     monkeypatch.setattr(_machine, "cpu_limit", lambda: None)
     for name in ("THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -59,7 +61,7 @@ def test_ordinary(examine: Examine) -> None:
         "transparent huge pages": "madvise",
     }
     assert found.problems == wished.problems == []
-    assert set(wished.facts) == {"fusedoptim.runtime.keep_memory()", "THP_MEM_ALLOC_ENABLE=1"}
+    assert set(wished.facts) == {"fusedoptim.runtime.keep_memory()", USE_HUGE_PAGES}
     assert all("docs/" in reason for reason in wished.facts.values())
 
 
@@ -101,7 +103,14 @@ def test_huge_pages_that_torch_cannot_ask_for(
         file.write_text("always madvise never\n".replace(chosen, f"[{chosen}]"))
     found, wished = examine(4)
     assert found.facts["transparent huge pages"] == chosen
-    assert "THP_MEM_ALLOC_ENABLE=1" not in wished.facts
+    assert USE_HUGE_PAGES not in wished.facts
+
+
+def test_linux_that_cannot_move_pages(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "can_move_pages", lambda: False)
+    _, wished = examine(4)
+    assert USE_HUGE_PAGES not in wished.facts
+    assert "with keep_memory() only" in wished.facts["THP_MEM_ALLOC_ENABLE=1"]
 
 
 def test_more_threads_than_cores(examine: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
