@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from allocator.runtime.isa import DRIVER_VARIABLE, driver_target
+from allocator.runtime.maps import loaded_files
 from allocator.runtime.signals import signal_handlers_kept
 
 # (distribution, library), in order of their dependencies.
@@ -82,6 +83,11 @@ def cpu_driver() -> Path | None:
     return _installed_file("intel-opencl-rt", "libintelocl.so")
 
 
+def cpu_driver_is_loaded() -> bool:
+    """Whether this process has loaded Intel's CPU driver."""
+    return any(os.path.basename(path).startswith("libintelocl.so") for path in loaded_files())
+
+
 def _misjudges_processors() -> bool:
     """Whether the CPU driver is of a release that does not recognize newer processors.
 
@@ -92,6 +98,21 @@ def _misjudges_processors() -> bool:
         release = importlib.metadata.version("intel-opencl-rt")
         return release < "2025" and DRIVER_VARIABLE not in os.environ
     return False
+
+
+def _check_working_directory() -> None:
+    """Raise if the loader of drivers would fail for want of a working directory.
+
+    It would find no device, and the process would never exit: its exit handler waits forever.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        if not cpu_driver_is_loaded():
+            raise RuntimeError(
+                "the process's working directory was deleted, and the SYCL runtime cannot start "
+                "there; call os.chdir() with a folder that exists"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -106,7 +127,9 @@ def cpu_driver_registered() -> Iterator[None]:
 
     Raises:
         ValueError: this machine does not support the level of FUSEDOPTIM_ISA.
+        RuntimeError: the process's working directory was deleted.
     """
+    _check_working_directory()
     driver = cpu_driver()
     variables = {
         "OCL_ICD_FILENAMES": None if driver is None else str(driver),

@@ -10,7 +10,12 @@ from typing import Any
 
 from allocator.runtime.fork import check_not_forked, note_driver_runs, renew_lock_in_child
 from allocator.runtime.isa import DRIVER_VARIABLE, VARIABLE, check_isa
-from allocator.runtime.libraries import cpu_driver, cpu_driver_registered, load_dpctl
+from allocator.runtime.libraries import (
+    cpu_driver,
+    cpu_driver_is_loaded,
+    cpu_driver_registered,
+    load_dpctl,
+)
 from allocator.runtime.maps import loaded_files
 
 _lock = threading.RLock()  # a finalizer or signal handler may ask in the middle of a call
@@ -178,8 +183,7 @@ def _cure(device: str, present: str, limits: list[str]) -> str:
         hint = _INSTALL_HINT[kind]
     if limits:
         return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
-    is_loaded = any(os.path.basename(p).startswith("libintelocl.so") for p in loaded_files())
-    if device == "cpu" and cpu_driver() is not None and not is_loaded:
+    if device == "cpu" and cpu_driver() is not None and not cpu_driver_is_loaded():
         return (
             "intel-opencl-rt is installed, but OpenCL looked for drivers before this "
             "package could name it; restart Python, and call allocator.queue() before dpctl is "

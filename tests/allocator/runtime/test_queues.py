@@ -151,6 +151,27 @@ def test_drivers_of_the_system_are_kept(tmp_path: Path) -> None:
         assert library in done.stderr
 
 
+def test_deleted_working_directory() -> None:
+    """Nothing has started, so it works from an existing folder, and the process exits."""
+    check_script(
+        """
+        import os, tempfile
+        import allocator
+        import pytest
+        os.chdir(tempfile.mkdtemp())
+        os.rmdir(os.getcwd())
+        for start in (allocator.queue, allocator.devices):
+            with pytest.raises(RuntimeError, match=r"working directory was deleted.*os.chdir"):
+                list(start())
+        os.chdir("/")
+        allocator.queue()
+        os.chdir(tempfile.mkdtemp())
+        os.rmdir(os.getcwd())
+        assert allocator.queue("opencl:cpu") is allocator.queue()
+        """
+    )
+
+
 def test_a_missing_distribution_is_not_an_error() -> None:
     assert libraries._installed_file("no-such-distribution", "lib.so") is None
     assert libraries._installed_file("torch", "no-such-file") is None

@@ -30,7 +30,7 @@ def run(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[s
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
