@@ -44,7 +44,9 @@ def is_ours(tensor: Tensor) -> bool:
     """
     if isinstance(tensor, torch.fx.Proxy):
         return False
-    if not torch.compiler.is_compiling() and (transform_level() is not None or is_forward_mode()):
+    if not torch.compiler.is_dynamo_compiling() and (
+        transform_level() is not None or is_forward_mode()
+    ):
         return False
     return is_served(tensor)
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from fusedoptim._torch_private import count_modes, increment_version, is_forward_mode, tracing_state
 from fusedoptim.allocator import check_not_forked
@@ -151,8 +150,8 @@ class ExpressionKernel(abc.ABC):
 
     def _call(self, args: tuple[Any, ...], *options: Any) -> Any:
         """The outputs; ``options`` are those of :meth:`_plan`."""
-        if is_compiling():
-            return untraced(self, self._call, args, *options)
+        if torch.compiler.is_dynamo_compiling():  # dynamo recognizes the full name only
+            return untraced(self._call, args, *options)
         if count_modes() or is_forward_mode():
             check_seen(self._name, args)
         outputs = self._repeated(args, options)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from fusedoptim._torch_private import is_forward_mode, proxy_mode, tracing_state
+from fusedoptim._torch_private import active_modes, is_forward_mode, proxy_mode, tracing_state
 
 
 def check_seen(kernel: str, args: Sequence[Any]) -> None:
     """Raise if torch would miss what ``kernel``, as errors name it, does to ``args``."""
     if tracing_state() is not None:
         raise _recorded(kernel, "torch.jit.trace")
+    if active_modes() and torch.compiler.is_exporting():  # which may be another thread
+        raise _recorded(kernel, "torch.export")
     if proxy_mode() is not None:
         raise _recorded(kernel, "make_fx")
     if is_forward_mode():
@@ -26,12 +28,6 @@ def check_seen(kernel: str, args: Sequence[Any]) -> None:
                     "not see a kernel; pass torch.autograd.forward_ad.unpack_dual(tensor).primal, "
                     "or call it in a torch.autograd.Function that has a jvp"
                 )
-
-
-def check_not_exported(kernel: Any) -> None:
-    """Raise if torch.export runs the caller to record it."""
-    if torch.compiler.is_compiling():
-        raise _recorded(kernel.name, "torch.export")
 
 
 def _tangent(tensor: Tensor) -> Tensor | None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from fusedoptim._torch_private import (
     count_modes,
@@ -28,7 +27,7 @@ from fusedoptim.raw._arguments import LocalMemory, Signature
 from fusedoptim.raw._build import Built, Program, Size
 from fusedoptim.raw._pointers import Uses, owners
 from fusedoptim.raw._repeat import Repeat
-from fusedoptim.raw._seen import check_not_exported, check_seen
+from fusedoptim.raw._seen import check_seen
 from fusedoptim.raw._sources import Source, check_source_options, compile_source, read_source
 from fusedoptim.raw._spirv import Parameter
 
@@ -226,8 +225,8 @@ class RawKernel:
                 one with a tangent; a call that torch.jit.trace, make_fx or torch.export records, or
                 in a process that was forked after its parent used a device.
         """
-        if is_compiling():
-            untraced(self, self, global_size, local_size, args, wait=wait)
+        if torch.compiler.is_dynamo_compiling():  # dynamo recognizes the full name only
+            untraced(self, global_size, local_size, args, wait=wait)
             return
         if count_modes() or is_forward_mode():
             check_seen(self.name, args)
@@ -461,9 +460,8 @@ def _type_text(parameter: Parameter) -> str:
 
 
 @disable_dynamo  # type: ignore[untyped-decorator]
-def untraced(kernel: Any, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def untraced(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A call that torch.compile does not trace, out of a function that it traces."""
-    check_not_exported(kernel)
     return call(*args, **options)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedoptim._torch_private import (
+    active_modes,
     count_modes,
     disable_dynamo,
     is_forward_mode,
@@ -308,7 +309,7 @@ class Int8Module(nn.Module):
         Raises:
             RuntimeError: in training mode, with gradients, or where torch exports or traces.
         """
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
             untraced: Tensor = _untraced(self, input)
             return untraced
         _check(self, input)
@@ -381,6 +382,12 @@ def _untraced(module: Int8Module, x: Tensor) -> Tensor:
     return module.forward(x)
 
 
+def _is_recording() -> bool:
+    """Whether make_fx or torch.export records this thread, whose modes are active."""
+    is_exporting = torch.compiler.is_exporting()  # this thread or another one
+    return proxy_mode() is not None or (is_exporting and bool(active_modes()))
+
+
 def _check(module: Int8Module, x: Any) -> None:
     """Raise unless torch simply runs operators, and no gradient is wanted."""
     name = type(module).__name__
@@ -393,9 +400,9 @@ def _check(module: Int8Module, x: Any) -> None:
     if not is_tensor and not hasattr(x, "__torch_function__"):
         return  # torch's module raises
     is_traced = (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
         or tracing_state() is not None
-        or (count_modes() != 0 and proxy_mode() is not None)  # make_fx
+        or (count_modes() != 0 and _is_recording())
     )
     if is_traced or transform_level() is not None or not is_tensor:  # or a Proxy of torch.fx
         raise RuntimeError(

@@ -32,11 +32,16 @@ from tests.fusedoptim.distributed.test_checkpoints import (
 )
 from tests.fusedoptim.helpers import bits
 
-SHORT = datetime.timedelta(seconds=2)
+SHORT = datetime.timedelta(seconds=5)
 
 
 def impatient_mesh() -> DeviceMesh:
-    """A mesh whose collectives have a short timeout."""
+    """A mesh whose collectives have a short timeout, once kernels are compiled."""
+    for optimizer in (FusedSGD, FusedLamb):
+        param = Parameter(torch.ones(4))
+        param.grad = torch.ones(4)
+        optimizer([param], lr=0.1, max_grad_norm=1.0).step()
+    distributed.barrier()
     group = distributed.new_group([0, 1], timeout=SHORT)
     # DTensor takes equal meshes for one, even if their groups differ, so each has its own name.
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))

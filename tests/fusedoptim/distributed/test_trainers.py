@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         cwd=ROOT,
         env={**os.environ, **variables},
-        timeout=280,
+        timeout=300 * len(runs),
     )
     assert done.returncode == 0, done.stderr
     return folder

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedoptim.raw import ElementwiseKernel, RawKernel, ReductionKernel
+from tests.compiling import another_thread_compiles, another_thread_exports
 from tests.fusedoptim.helpers import run_script
 
 twice = ElementwiseKernel("T x", "T y", "y = 2 * x", "twice")
@@ -71,6 +72,12 @@ def test_recorded(call: Call, recorder: str) -> None:
     text = rf"(twice|total|raw): called inside {recorder}, which does not see .*custom_op"
     with pytest.raises(RuntimeError, match=text):
         RECORDERS[recorder](call, torch.ones(1))
+
+
+@pytest.mark.parametrize("other", [another_thread_compiles, another_thread_exports])
+def test_another_thread_is_recorded(call: Call, other: Callable[[], Any]) -> None:
+    with other():
+        assert call(torch.full((1,), 3.0)).item() in (3, 6)  # total adds up, the others double
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)

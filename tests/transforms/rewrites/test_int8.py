@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusedoptim import transforms
 from fusedoptim.allocator import processor_features
+from tests.compiling import another_thread_compiles, another_thread_exports
 from tests.running import check_script
 from tests.tolerances import int8_errors
 from transforms.rewrites import int8_operators
@@ -409,6 +410,14 @@ class TestRefused:
             torch.fx.symbolic_trace(layer)
         with pytest.raises(RuntimeError, match=r"traced.*transforms\.restore"):
             make_fx(layer)(x)
+
+    def test_another_thread_is_recorded(self) -> None:
+        x, plain = torch.randn(6, 40), nn.Linear(40, 8)
+        layer = quantized(plain, x).requires_grad_(False)
+        others = {another_thread_compiles: layer(x), another_thread_exports: plain(x)}
+        for other, expected in others.items():  # torch.export turns oneDNN off, in all threads
+            with other():
+                assert torch.equal(layer(x), expected)
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own import
     def test_compiled_models_run_them_uncompiled(self) -> None:
