@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.nn._single_bags import check_plain, check_stored, check_trainable
@@ -19,10 +19,12 @@ from transforms.inputs.arguments import (
     check_not_for_inference,
 )
 from transforms.inputs.copies import copy_pair
-from transforms.reports import Entry, Report, attach, find
+from transforms.reports import Entry, Report, attach, find, reset
 from transforms.reports import merged as with_earlier
 from transforms.rewrites.merged_bags import merge
+from transforms.rewrites.plain_tensors import remove_hooks
 from transforms.rewrites.split import merge_copies
+from transforms.rewrites.undoing import Undo
 from transforms.tracing.modules import has_hooks, owners
 
 __all__ = ["merge_embedding_bags"]
@@ -132,12 +134,14 @@ def merge_embedding_bags(
     if optimizer is not None and not inplace:
         for bag in getattr(parent, attribute):
             bag.weight.grad = None  # a copy; the model's optimizer applies its own
-    with ExitStack() as undo:
+    with Undo() as undo:
+        undo.callback(remove_hooks, model, RemovableHandle.next_id)
         merged = merge(parent, attribute, name, options, undo)
         how = "" if optimizer is None else f", and updated in backward by {optimizer}"
         entry = Entry(name, f"{len(merged)} tables in one call of {name}(indices, offsets){how}")
+        undo.callback(reset, model, find(model))
         _attach(model, [entry, *mergeable(model)])
-        undo.pop_all()
+        undo.keep()
     return model
 
 

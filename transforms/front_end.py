@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.runtime.memory import return_free_memory
 from transforms.embedding_bags import KNOB as MERGING
@@ -34,10 +34,14 @@ from transforms.reports import (
     SlowDtypeWarning,
     attach,
     check_not_final,
+    find,
     merged,
+    reset,
 )
 from transforms.rewrites.packed import supported_dtypes
+from transforms.rewrites.plain_tensors import remove_hooks
 from transforms.rewrites.split import merge_copies
+from transforms.rewrites.undoing import Undo
 
 __all__ = ["optimize"]
 
@@ -213,12 +217,14 @@ def optimize(
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
         merge_copies(model)
-    with ExitStack() as undo:
+    with Undo() as undo:
+        undo.callback(remove_hooks, model, RemovableHandle.next_id)
         job = Job(model, optimizer, options, sample_input, undo)
         report = merged(model, _run(passes, job))
         _warn_of_no_effect(job, report)
-        undo.pop_all()
-    attach(model, report)
+        undo.callback(reset, model, find(model))
+        attach(model, report)
+        undo.keep()
     return model if optimizer is None else (model, optimizer)
 
 
@@ -274,7 +280,7 @@ def _run_and_time(
     before = _seconds(job)
     for _ in range(2):
         times[f"before {names}"] = before
-        undo = job.undo.enter_context(ExitStack())
+        undo = job.undo.nested()
         done = {
             each.knob: _run_one(each, job._replace(undo=undo), comparison, errors)
             for each in passes
@@ -298,7 +304,7 @@ def _run_one(
     each: Pass, job: Job, comparison: Comparison | None, errors: dict[str, float]
 ) -> Sequence[Entry]:
     """Run a pass, and undo it if it changes what the model returns for the sample."""
-    undo = job.undo.enter_context(ExitStack())
+    undo = job.undo.nested()
     entries = each.run(job._replace(undo=undo))
     if not any(entry.done for entry in entries):
         return entries

@@ -207,6 +207,14 @@ def find(model: nn.Module) -> Report | None:
     return vars(model).get(_ATTRIBUTE)
 
 
+def reset(model: nn.Module, before: Report | None) -> None:
+    """Store the report that the model had before, or remove its report."""
+    if before is None:
+        detach(model)
+    else:
+        attach(model, before)
+
+
 def detach(model: nn.Module) -> None:
     """Remove the report."""
     vars(model).pop(_ATTRIBUTE, None)

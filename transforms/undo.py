@@ -30,7 +30,8 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Undo all that :func:`transforms.optimize` and :func:`transforms.quantize` did, bit for bit.
 
     This also undoes :func:`transforms.merge_embedding_bags`. Values that were loaded, written or
-    trained since are kept.
+    trained since are kept. After an interrupt, such as KeyboardInterrupt, call it again if the
+    model still has a report: that restores the rest.
 
     Args:
         model: the model that ``optimize`` returned.
@@ -46,7 +47,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
             given.
         RuntimeError: a folded or rounded weight was pruned, parametrized or given another shape
             since, or another rewritten module was parametrized; or split weights are in a
-            DistributedDataParallel. Whatever is raised, nothing was changed.
+            DistributedDataParallel. Whatever of these is raised, nothing was changed.
 
     Example:
         >>> import torch

@@ -16,8 +16,10 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import transforms as package
 from fusedoptim import transforms
 from tests.fusedoptim.helpers import bits
+from tests.interrupts import InterruptAt, polls_of
 from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 from tests.tolerances import Exact, assert_as_exact, computed_exactly
 from tests.transforms.models import TASKS, Task
@@ -79,6 +81,37 @@ def optimized_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 def without_addresses(facts: list[Any]) -> list[Any]:
     """Remove the addresses from a fingerprint: rounded values are recomputed into new memory."""
     return [(*f[:2], *f[3:]) if len(f) == 6 else f for f in facts]
+
+
+def hooks(model: nn.Module) -> list[Any]:
+    """List the numbers of all hooks, with the names of the dicts that hold them."""
+    found = ((k, v) for m in model.modules() for k, v in vars(m).items() if "_hooks" in k)
+    return [(name, list(numbers)) for name, numbers in found if numbers]
+
+
+def interrupts_of(
+    call: Callable[[], object], prepare: Callable[[], object], *, since: str, every: int
+) -> Iterator[None]:
+    """Interrupt a call at every n-th place at which Python looks for signals.
+
+    Args:
+        call: it takes much the same path each time.
+        prepare: called before each.
+        since: name of the function from whose first call on it is interrupted.
+        every: n.
+    """
+    prepare()
+    call()  # fills caches
+    prepare()
+    count = 0
+    for place in polls_of(call, within=package, since=since)[::every]:
+        prepare()
+        with InterruptAt(place, "polls", within=package, since=since) as interrupt:
+            call()
+        if interrupt.has_raised:  # a place may be missing: memory is not always freed alike
+            count += 1
+            yield
+    assert count > 10
 
 
 def tensors(output: Any) -> list[Tensor]:

@@ -20,7 +20,10 @@ from tests.transforms.helpers import (
     assert_same_state,
     copied,
     fingerprint,
+    hooks,
+    interrupts_of,
     randomise,
+    without_addresses,
 )
 from tests.transforms.models import Net, images
 
@@ -336,3 +339,107 @@ def test_in_a_fork_while_another_thread_traces() -> None:
     thread.join()
     """
     assert run_script(script).stdout == "done\n"
+
+
+BFLOAT16 = {"dtype": torch.bfloat16}
+
+
+def quantized(model: nn.Module) -> None:
+    transforms.quantize(model, [torch.randn(4, 3, 4, 4)], inplace=True)
+
+
+def optimized_with(**arguments: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: transforms.optimize(model, inplace=True, **arguments)
+
+
+class TestInterrupted:
+    """After an interrupt, restore() gives the exact plain model, if it is not plain already."""
+
+    @staticmethod
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten()]
+        layers += [nn.Linear(16, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2)]
+        return randomise(nn.Sequential(*layers))
+
+    @staticmethod
+    def facts(model: nn.Module) -> list[Any]:
+        return [without_addresses(fingerprint(model)), hooks(model)]
+
+    def restore(self, model: nn.Module) -> None:
+        if "_fusedoptim_report" in vars(model):
+            transforms.restore(model)
+
+    rewritten = pytest.mark.parametrize(
+        "rewrite",
+        [
+            pytest.param(optimized_with(), id="float32"),
+            pytest.param(optimized_with(**BFLOAT16), id="bfloat16"),
+            pytest.param(quantized, id="int8"),
+        ],
+    )
+
+    @rewritten
+    def test_restore(self, rewrite: Callable[[nn.Module], Any]) -> None:
+        model = self.make()
+        expected, state = self.facts(model), copied(model.state_dict())
+
+        def restore() -> None:
+            transforms.restore(model)
+
+        for _ in interrupts_of(restore, lambda: rewrite(model), since="restore", every=23):
+            assert_same_state(model.state_dict(), state)
+            self.restore(model)
+            assert self.facts(model) == expected
+
+    @rewritten
+    def test_rewrite(self, rewrite: Callable[[nn.Module], Any]) -> None:
+        model = self.make()
+        expected = self.facts(model)
+
+        def prepare() -> None:
+            self.restore(model)
+
+        for _ in interrupts_of(lambda: rewrite(model), prepare, since="attach", every=211):
+            self.restore(model)  # if it came last
+            assert self.facts(model) == expected
+
+    def test_large_weight(self) -> None:
+        """Its pages are freed while it is rounded."""
+        model = nn.Sequential(nn.Linear(1 << 10, 1 << 9)).eval()
+        expected = self.facts(model)
+
+        def prepare() -> None:
+            self.restore(model)
+
+        def cast() -> None:
+            transforms.optimize(model, inplace=True, level="O0", dtype=torch.bfloat16)
+
+        for _ in interrupts_of(cast, prepare, since="round", every=2):
+            self.restore(model)
+            assert self.facts(model) == expected
+
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+    def test_load(self, dtype: torch.dtype | None) -> None:
+        model = self.make()
+        before, other = copied(model.state_dict()), self.make()
+        for p in other.parameters():
+            p.data.mul_(2)
+        state, expected = other.state_dict(), other(x := torch.randn(2, 3, 4, 4))
+        transforms.optimize(model, inplace=True, dtype=dtype)
+
+        def load() -> None:
+            model.load_state_dict(state)
+
+        def prepare() -> None:
+            model.load_state_dict(before)
+
+        for _ in interrupts_of(load, prepare, since="_before_load", every=13):
+            for name, tensor in model.state_dict().items():  # each is loaded, or as before
+                assert torch.equal(tensor, state[name]) or torch.equal(tensor, before[name])
+            load()
+            assert_same_state(model.state_dict(), state)
+            if dtype is None:
+                torch.testing.assert_close(model(x), expected)
+        transforms.restore(model)
+        assert_same_state(model.state_dict(), state)

@@ -21,6 +21,8 @@ from tests.transforms.helpers import (
     autocast_loss,
     each_dtype,
     fingerprint,
+    hooks,
+    interrupts_of,
     randomise,
     saved,
     train,
@@ -49,6 +51,14 @@ def _facts(model: nn.Module, optimizer: Any) -> list[Any]:
     grads = [copy.deepcopy(p.grad) for p in model.parameters()]
     own = (id(optimizer), type(optimizer), sorted(vars(optimizer)))
     return [fingerprint(model), own, groups, state, grads]
+
+
+def _plain_facts(model: nn.Module, optimizer: Any) -> list[Any]:
+    """What an optimized pair is again after it was restored, without addresses."""
+    modules = [(type(m), sorted(vars(m))) for m in model.modules()]
+    own = (type(optimizer), sorted(vars(optimizer)), optimizer.step.__wrapped__)
+    layouts = [(id(p), p.dtype, p.stride()) for p in model.parameters()]
+    return [modules, hooks(model), own, layouts]
 
 
 def _small(cls: Any = torch.optim.SGD, **kwargs: Any) -> tuple[nn.Sequential, Any]:
@@ -107,6 +117,37 @@ class TestUndone:
         assert type(optimizer) is torch.optim.SGD
         with pytest.raises(ValueError, match="has no report"):
             transforms.restore(model, optimizer)
+
+
+class TestInterrupted:
+    """After an interrupt, restore() gives the plain pair, if it is not plain already."""
+
+    @each_dtype
+    @pytest.mark.parametrize("is_restored", [False, True])
+    def test_pair(self, is_restored: bool, dtype: torch.dtype | None) -> None:
+        model, optimizer = _small(torch.optim.AdamW)
+        StepLR(optimizer, 1)  # wraps the step
+        train(model, optimizer, steps=1)
+        expected, bits = _plain_facts(model, optimizer), saved(model, optimizer)
+
+        def optimize() -> None:
+            transforms.optimize(model, optimizer, dtype=dtype, inplace=True)
+
+        def restore() -> None:
+            if "_fusedoptim_report" in vars(model):
+                transforms.restore(model, optimizer)
+
+        for _ in (
+            interrupts_of(restore, optimize, since="restore", every=13)
+            if is_restored
+            else interrupts_of(optimize, restore, since="_run", every=29)
+        ):
+            restore()
+            assert _plain_facts(model, optimizer) == expected
+            assert_same(saved(model, optimizer), bits)
+            optimizer.step()
+            optimizer.load_state_dict(bits[1])
+            model.load_state_dict(bits[0])
 
 
 class TestInPlaceAndCopied:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from transforms.passes.pack_weights import PackWeights
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import geometry, plain_tensors
+from transforms.rewrites.undoing import Undo
 from transforms.tracing.modules import has_computed_tensors, plain_kind
 from transforms.tracing.source import names_used
 
@@ -94,17 +94,17 @@ class ChannelsLast(Pass):
                 entries.append(Entry(name, reason, done=False))
         if not changed:
             return entries
+        job.undo.callback(_undo, [module for _, module, _ in changed])
         is_forced = self.knob in job.options.explicit or bool(_default)
         why = None if is_forced else _no_gain(job.model)
         is_timed = job.sample_input is not None and not is_forced and not job.model.training
         if why is None and is_timed:
-            with trial(job.model, job.options.dtype), ExitStack() as undo:
+            with trial(job.model, job.options.dtype), Undo() as undo:
                 packing = PackWeights()
                 if packing.is_on(job.options):  # packing gains only in this layout
                     packing.run(job._replace(undo=undo))
                 why = _slower(caller(job.model, job.sample_input), changed)
         if why is None:
-            job.undo.callback(_undo, [module for _, module, _ in changed])
             _lay_out(changed)
         what = why or "weight in channels_last"
         return entries + [Entry(name, what, done=why is None) for name, *_ in changed]
@@ -116,12 +116,13 @@ class ChannelsLast(Pass):
 
 def _undo(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        strides = vars(module).pop(_STRIDES, None)
+        strides = vars(module).get(_STRIDES)
         if strides is None:
             continue
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == len(strides):
             _put(weight, functools.partial(plain_tensors.with_strides, strides=strides))
+        vars(module).pop(_STRIDES)  # last: after an interrupt, this is repeated
 
 
 def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_format]]:
@@ -152,13 +153,13 @@ def _lay_out(convolutions: Convolutions) -> None:
 
 def _put(param: nn.Parameter, laid_out: Callable[[Tensor], Tensor]) -> None:
     """Change the layout of a parameter and its gradient, which must match."""
-    grad, param.grad = param.grad, None
-    is_alone, before = has_sole_owner(param), param.data
+    is_alone, before, grad = has_sole_owner(param), param.data, param.grad
+    if grad is not None and grad.layout is torch.strided:
+        grad = laid_out(grad)
     param.data = laid_out(before)
+    param.grad = grad
     if is_alone and param.data_ptr() != before.data_ptr():
         release_pages(before)  # malloc may keep the block
-    if grad is not None:
-        param.grad = laid_out(grad) if grad.layout is torch.strided else grad
 
 
 def _no_gain(model: nn.Module) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,6 +11,7 @@ from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.packed import PackedProduct
 from transforms.rewrites.post_ops import ACTIVATION, activations, post_op
+from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
 from transforms.tracing.modules import plain_kind
 
@@ -60,7 +59,7 @@ class Fuse(Pass):
                 exchanged_class.revert(module)
 
 
-def _join(feeder: nn.Module, activation: nn.Module, undo: ExitStack) -> None:
+def _join(feeder: nn.Module, activation: nn.Module, undo: Undo) -> None:
     undo.callback(vars(feeder).pop, ACTIVATION, None)
     if not isinstance(activation, FusedActivation):  # it may follow several modules
         exchanged_class.exchange(activation, FusedActivation, undo)

@@ -83,14 +83,16 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
         )
     options = [optimizer.defaults, *optimizer.param_groups]
     before = [dict(each) for each in options]
-    added = _complete_options(optimizer, base)
     try:
+        added = _complete_options(optimizer, base)
         fused_step.fuse(optimizer)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except BaseException as error:  # or an interrupt
         for each, original in zip(options, before):
             each.clear()
             each.update(original)
-        raise type(error)(f"{error}; {_INSTEAD}") from None
+        if isinstance(error, TypeError | ValueError | RuntimeError):
+            raise type(error)(f"{error}; {_INSTEAD}") from None
+        raise
     name = "FusedLamb" if issubclass(ours, AdaptedLamb) else ours.__name__
     what = f"the step of {_name(plain)} is now that of {name}"
     if added:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from transforms.inputs.options import Options
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, plain_tensors
+from transforms.rewrites.undoing import Undo
 
 
 class Job(NamedTuple):
@@ -23,8 +23,8 @@ class Job(NamedTuple):
     options: Options
     sample_input: Any
     """a tensor, a tuple of arguments, a dict of named ones, or None."""
-    undo: ExitStack
-    """gets a callback that undoes each change, before the change is made."""
+    undo: Undo
+    """gets a callback that undoes each change, before the change is made; it can be repeated."""
 
 
 class Pass:
@@ -60,7 +60,10 @@ class Pass:
         raise NotImplementedError
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Undo the pass for good, if it has changed anything; by default, all rewritten tensors."""
+        """Undo the pass for good, if it has changed anything; by default, all rewritten tensors.
+
+        After an interrupt, another call finishes what is left: a module's record goes last.
+        """
         plain_tensors.undo_all(model)
 
 

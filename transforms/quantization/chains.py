@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch import nn
@@ -12,6 +11,7 @@ from transforms.rewrites import exchanged_class
 from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.int8 import CLASSES
 from transforms.rewrites.post_ops import activations, post_op
+from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
 from transforms.tracing.modules import plain_kind
 
@@ -45,7 +45,7 @@ def find_following(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.M
     return found
 
 
-def join(following: Collection[Following], undo: ExitStack) -> None:
+def join(following: Collection[Following], undo: Undo) -> None:
     """Make activations act on the marks that layers leave."""
     for each in following:
         if each.activation is not None and not isinstance(each.activation, FusedActivation):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
 from transforms.inputs.copies import copy_pair
@@ -21,7 +21,7 @@ from transforms.quantization.candidates import objections
 from transforms.quantization.chains import find_following, join
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
-from transforms.reports import Entry, Report, attach, find, merged
+from transforms.reports import Entry, Report, attach, find, merged, reset
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.fused_activation import FusedActivation
@@ -29,8 +29,10 @@ from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
 from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
+from transforms.rewrites.plain_tensors import remove_hooks
 from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.split import merge_copies
+from transforms.rewrites.undoing import Undo
 from transforms.rewrites.watched_parameter import unwatch_all
 
 __all__ = ["quantize"]
@@ -174,14 +176,16 @@ def quantize(
     else:
         model, _ = copy_pair(model, None)
         merge_copies(model)
-    with ExitStack() as undo:
+    with Undo() as undo:
+        undo.callback(remove_hooks, model, RemovableHandle.next_id)
         _unpack(model, undo)
         prepared = _prepare(model, undo)
         entries = _quantize(model, loader, choices, undo)
         report = Report(f"{type(model).__name__} for inference", {**prepared, KNOB: entries}, 0)
         report = merged(model, report)
-        undo.pop_all()
-    attach(model, report)
+        undo.callback(reset, model, find(model))
+        attach(model, report)
+        undo.keep()
     return model
 
 
@@ -252,7 +256,7 @@ def _check_max_error(max_error: Any, loader: Any) -> None:
         raise ValueError("max_error needs a loader, to find the errors of layers")
 
 
-def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:
+def _prepare(model: nn.Module, undo: Undo) -> dict[str, Sequence[Entry]]:
     """Run the preparing passes, and return their entries."""
     passes = [each for each in INFERENCE if each.knob in _PREPARING]
     knobs = {each.knob: each.default("O1") for each in passes}
@@ -260,20 +264,20 @@ def _prepare(model: nn.Module, undo: ExitStack) -> dict[str, Sequence[Entry]]:
     return {each.knob: each.run(job) for each in passes if knobs[each.knob]}
 
 
-def _unpack(model: nn.Module, undo: ExitStack) -> None:
+def _unpack(model: nn.Module, undo: Undo) -> None:
     """Undo the passes of earlier calls of ``optimize`` that INT8 replaces."""
     for module in model.modules():
         if isinstance(module, PackedModule | FusedActivation | OneDNNModule):
             exchanged_class.suspend(module, undo)
             vars(module).pop(ACTIVATION, None)  # the callback sets it again
     if (report := find(model)) is not None:
-        undo.callback(attach, model, report)
+        undo.callback(reset, model, report)
         passes = {knob: done for knob, done in report.passes.items() if knob not in _REPLACED}
         attach(model, report._replace(passes=passes))
 
 
 def _quantize(
-    model: nn.Module, loader: Iterable[Any] | None, choices: _Choices, undo: ExitStack
+    model: nn.Module, loader: Iterable[Any] | None, choices: _Choices, undo: Undo
 ) -> list[Entry]:
     """Replace the classes of layers; entries are all convolutions and Linears, worst first."""
     modules = dict(model.named_modules())

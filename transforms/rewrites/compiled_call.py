@@ -105,7 +105,7 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
 
 def leave(model: nn.Module) -> None:
     """Call the model, or a copy of it, as before; do nothing to a model that is not ours."""
-    mark: _Mark | None = vars(model).pop(_MARK, None)
+    mark: _Mark | None = vars(model).get(_MARK)
     if mark is None:
         return
     mark.forget()
@@ -115,6 +115,7 @@ def leave(model: nn.Module) -> None:
     for param in model.parameters():
         if id(param) not in packed:
             unwatch(param)
+    vars(model).pop(_MARK)  # last: until then, leave() can be repeated
 
 
 def is_entered(module: nn.Module) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from transforms.rewrites.undoing import Undo
+
 _BEFORE = "_fusedoptim_exchanged"
 
 
-def exchange(
-    module: nn.Module, ours: type[nn.Module], undo: ExitStack, **attributes: object
-) -> None:
+def exchange(module: nn.Module, ours: type[nn.Module], undo: Undo, **attributes: object) -> None:
     """Give a module another class.
 
     Args:
@@ -27,7 +26,7 @@ def exchange(
         suspend(module, undo)
     undo.callback(revert, module)
     own[_BEFORE] = type(module), {name: own[name] for name in attributes if name in own}, attributes
-    module.__class__ = ours
+    become(module, ours)
     own.update(attributes)
 
 
@@ -52,13 +51,13 @@ def _check(module: nn.Module) -> None:
         )
 
 
-def suspend(module: nn.Module, undo: ExitStack) -> None:
+def suspend(module: nn.Module, undo: Undo) -> None:
     """Give ``module`` its own class again; ``undo`` gets a callback that replaces it as before."""
     _check(module)
     ours, attributes = type(module), dict(vars(module))
 
     def resume() -> None:
-        module.__class__ = ours
+        become(module, ours)
         vars(module).clear()
         vars(module).update(attributes)
 
@@ -83,7 +82,14 @@ def revert(module: nn.Module) -> None:
     """Give ``module`` its own class again, if it was replaced."""
     own = vars(module)
     if _BEFORE in own:
-        module.__class__, before, given = own.pop(_BEFORE)
+        kind, before, given = own[_BEFORE]
+        become(module, kind)
         for name in given:
             own.pop(name, None)  # an interrupt may have come before it was set
         own.update(before)
+        del own[_BEFORE]  # last: until then, revert() can be repeated
+
+
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Replace the class of ``module``, without ``nn.Module.__setattr__``, which is interrupted."""
+    object.__setattr__(module, "__class__", kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,17 @@ from transforms.rewrites.fold_arithmetic import PlainPair, factors, folded, unfo
 from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
 from transforms.rewrites.watched_parameter import detached
 from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, own_tensors
+
+
+class _Plain(NamedTuple):
+    """What makes both modules plain, all computed before anything is replaced."""
+
+    feeder: dict[str, Any]
+    """The values of the weight and the bias."""
+    norm: dict[str, Any]
+    """The values of the parameters and buffers."""
+    requires_grad: dict[str, bool]
+    """New settings of the BatchNorm's parameters."""
 
 
 class Fold:
@@ -43,6 +54,10 @@ class Fold:
         """The digest of the folded weight and bias, to notice when they were trained."""
         self._requires_grad: dict[str, bool]
         """The ``requires_grad`` of the folded weight and bias when they were folded."""
+        self._coming: _Plain | None = None
+        """What both modules become while they are neither plain nor folded."""
+        self._learnt: tuple[PlainPair, bytes] | None = None
+        """Trained values and the digest of what they fold to, while they replace kept tensors."""
         self._added_bias: Parameter | None = None
         """The folded bias of a module without one: always one object; an optimizer may hold it."""
 
@@ -107,6 +122,8 @@ class Fold:
 
     def check(self) -> None:
         """Raise if the folded weight or bias was replaced by something that cannot be unfolded."""
+        if self._coming is not None:  # an interrupt came
+            self._become_plain()
         if not self._is_done:
             return
         kept, mean = self._feeder_tensors["weight"], self._norm_buffers["running_mean"]
@@ -130,31 +147,49 @@ class Fold:
 
     def undo(self) -> None:
         """Make both modules plain, keeping what they have learned since."""
-        if not self._is_done:
+        if self._coming is None:
+            if not self._is_done:
+                return
+            feeder = self._feeder
+            tensors = self._plain_tensors(feeder), self._plain_tensors(self._norm)
+            now = {name: feeder._parameters[name].requires_grad for name in self._requires_grad}
+            before = self._requires_grad
+            changed = {name: now[name] for name in now if now[name] != before[name]}
+            self._strides = feeder.weight.stride()
+            self._coming = _Plain(*tensors, changed)
+        try:
+            self._become_plain()
+        except BaseException:  # an interrupt
+            self._become_plain()
+            raise
+
+    def _become_plain(self) -> None:
+        """Make both modules what ``_coming`` says; after an interrupt, this can be repeated."""
+        coming, feeder, norm = self._coming, self._feeder, self._norm
+        if coming is None:  # the interrupt came last
             return
-        feeder, norm = self._feeder, self._norm
-        feeders, norms = self._plain_tensors(feeder), self._plain_tensors(norm)
-        for name, before in self._requires_grad.items():
-            param, now = self._norm_parameters.get(name), feeder._parameters[name].requires_grad
-            if param is not None and now != before:  # set since for the whole model
-                param.requires_grad_(now)
-        self._strides = feeder.weight.stride()
-        _put(feeder.weight, feeders["weight"])
-        feeder.bias = self._bias
+        for name, is_trained in coming.requires_grad.items():  # set since for the whole model
+            if (param := self._norm_parameters.get(name)) is not None:
+                param.requires_grad_(is_trained)
+        _put(feeder.weight, coming.feeder["weight"])
+        feeder._parameters["bias"] = self._bias
         if self._bias is not None:
-            _put(self._bias, feeders["bias"])
+            _put(self._bias, coming.feeder["bias"])
         revert(norm)
         for name, param in self._norm_parameters.items():
             if param is not None:
-                param.data = norms[name]
+                param.data = coming.norm[name]
             norm._parameters[name] = param
         for name in self._norm_buffers:
-            norm._buffers[name] = norms[name]
+            norm._buffers[name] = coming.norm[name]
         self._is_done = False
+        self._coming = None
 
     def redo(self) -> None:
         """Fold; both stay plain if a folded value would be infinite, or if there are no values."""
         feeder, norm = self._feeder, self._norm
+        if self._coming is not None:  # an interrupt came
+            self._become_plain()
         if self._is_done:
             return
         self._why_undone = self.objection()
@@ -172,12 +207,27 @@ class Fold:
         self._norm_buffers = dict(norm._buffers)
         if self._strides is not None:
             weight = plain_tensors.with_strides(weight, self._strides)
-        _put(feeder.weight, plain_tensors.shared_as(weight, plain))
+        weight, bias = (plain_tensors.shared_as(each, plain) for each in (weight, bias))
+        if self._bias is None and self._added_bias is None:
+            self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
+        before = {"weight": plain, "bias": self._feeder_tensors["bias"]}
+        norms = {**self._norm_parameters, **self._norm_buffers}
+        norms = {k: t.data if isinstance(t, Parameter) else t for k, t in norms.items()}
+        self._coming = _Plain(before, norms, {})
+        try:
+            self._become_folded(weight, bias)
+        except BaseException:  # an interrupt
+            self._become_plain()
+            raise
+        if self._remainder is not None:
+            release_pages(plain)  # malloc may keep the block
+
+    def _become_folded(self, weight: Tensor, bias: Tensor) -> None:
+        feeder, norm = self._feeder, self._norm
+        _put(feeder.weight, weight)
         if feeder.bias is None:
-            if self._added_bias is None:
-                self._added_bias = Parameter(bias, requires_grad=feeder.weight.requires_grad)
-            feeder.bias = self._added_bias
-        _put(feeder.bias, plain_tensors.shared_as(bias, plain))
+            feeder._parameters["bias"] = self._added_bias
+        _put(feeder.bias, bias)
         self._digest = _digest(feeder.weight, feeder.bias)
         folds = {"weight": feeder.weight, "bias": feeder.bias}
         self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
@@ -187,8 +237,7 @@ class Fold:
         dimensions = 2 if isinstance(feeder, nn.Linear) else 3
         stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
         self._is_done = True
-        if self._remainder is not None:
-            release_pages(plain)  # malloc may keep the block
+        self._coming = None
 
     def _divided(self, weight: Tensor) -> remainders.Remainder | None:
         """The remainder to compute the plain weight from; None if the weight must be kept."""
@@ -244,10 +293,18 @@ class Fold:
 
     def _learn(self) -> None:
         """Update the plain tensors with values written to the folded weight and bias."""
+        self._keep_learnt()  # an interrupt may have come
         weight, bias = self._feeder.weight, self._feeder.bias
         if (digest := _digest(weight, bias)) == self._digest:
             return
-        trained = unfolded(weight, bias, self._plain_pair())
+        self._learnt = unfolded(weight, bias, self._plain_pair()), digest
+        self._keep_learnt()
+
+    def _keep_learnt(self) -> None:
+        """Replace the kept tensors by trained ones, if any; this can be repeated."""
+        if self._learnt is None:
+            return
+        trained, digest = self._learnt
         self._feeder_tensors = {"weight": trained.weight, "bias": trained.bias}
         self._remainder = None
         self._norm_buffers = {**self._norm_buffers, "running_mean": trained.mean}
@@ -257,6 +314,7 @@ class Fold:
             elif (param := self._norm_parameters[name]) is not None and values is not None:
                 param.data = values.detach()
         self._digest = digest
+        self._learnt = None
 
 
 def _digest(*tensors: Tensor) -> bytes:

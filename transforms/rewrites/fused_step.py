@@ -86,16 +86,16 @@ def is_converted(optimizer: Optimizer) -> bool:
 
 def fuse(optimizer: Optimizer) -> None:
     """Convert an optimizer of a known class; raise, changing nothing, if no kernel can step it."""
-    plain = type(optimizer)
-    optimizer.__class__ = _class_for(plain)  # type: ignore[arg-type]
-    assert isinstance(optimizer, FusedOptimizer)
+    plain, before = type(optimizer), dict(vars(optimizer))
     try:
+        optimizer.__class__ = _class_for(plain)  # type: ignore[arg-type]
+        assert isinstance(optimizer, FusedOptimizer)
         optimizer._set_up(optimizer.defaults.get("max_grad_norm"), split=False)
         optimizer._check_groups()
-    except (TypeError, ValueError, RuntimeError):
-        _become(optimizer, plain)
+        vars(optimizer).update(_tracked_step(optimizer, type(optimizer)))
+    except BaseException:  # or an interrupt
+        _become(optimizer, plain, before)
         raise
-    _track_calls_again(optimizer)
 
 
 def unfuse(optimizer: Optimizer) -> None:
@@ -117,15 +117,18 @@ def unfuse(optimizer: Optimizer) -> None:
             _as_torchs(p, state)
     if isinstance(this, AdaptedLamb):
         this.give_back_steps()
-    _become(optimizer, this._plain)
-    _track_calls_again(optimizer)
+    plain, added = this._plain, own_attributes(type(optimizer))
+    kept = {name: value for name, value in vars(optimizer).items() if name not in added}
+    _become(optimizer, plain, kept | _tracked_step(optimizer, plain))
 
 
-def _become(optimizer: Optimizer, plain: type[Optimizer]) -> None:
-    """Restore the optimizer's own class, and remove the attributes that ours added."""
-    for name in own_attributes(type(optimizer)):
-        vars(optimizer).pop(name, None)
+def _become(optimizer: Optimizer, plain: type[Optimizer], attributes: dict[str, Any]) -> None:
+    """Restore the optimizer's own class, with these attributes, wherever an interrupt comes."""
+    replaced = vars(optimizer)
+    # Python looks for no signal between two assignments.
+    optimizer.__dict__ = attributes
     optimizer.__class__ = plain
+    del replaced  # only now: what it alone holds may run code when it ends
 
 
 def own_attributes(fused: type[Any]) -> set[str]:
@@ -156,11 +159,11 @@ def is_schedulers(optimizer: Optimizer, step: Any) -> bool:
     )
 
 
-def _track_calls_again(optimizer: Optimizer) -> None:
-    """If a scheduler has wrapped the former class's step, wrap the new class's step instead."""
+def _tracked_step(optimizer: Optimizer, new: type[Any]) -> dict[str, Any]:
+    """The attribute ``step`` if a scheduler has set it: a wrapper of the step of the new class."""
     if "step" not in vars(optimizer):
-        return
-    step = type(optimizer).step
+        return {}
+    step = new.step
     reference = weakref.ref(optimizer)
 
     @functools.wraps(step)
@@ -170,4 +173,4 @@ def _track_calls_again(optimizer: Optimizer) -> None:
         return step(this, *args, **kwargs)
 
     wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = wrapper  # type: ignore[method-assign]
+    return {"step": wrapper}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.nn.embedding_bag import is_frozen, optimizer_of, refuse_calls
+from transforms.rewrites.undoing import Undo
 
 Bags = nn.ModuleList | Sequence[nn.EmbeddingBag]
 
@@ -29,7 +29,7 @@ class _Merged(NamedTuple):
 
 
 def merge(
-    parent: nn.Module, attribute: str, name: str, options: dict[str, Any], undo: ExitStack
+    parent: nn.Module, attribute: str, name: str, options: dict[str, Any], undo: Undo
 ) -> MergedEmbeddingBag:
     """Replace a container of bags by one module, which shares their parameters.
 

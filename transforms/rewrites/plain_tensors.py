@@ -40,7 +40,7 @@ class Rewrite(Protocol):
         ...
 
     def undo(self) -> None:
-        """Make the modules plain."""
+        """Make the modules plain; after an interrupt, another call finishes that."""
         ...
 
     def redo(self) -> None:
@@ -54,13 +54,26 @@ class Rewrite(Protocol):
 
 def attach(module: nn.Module, rewrite: Rewrite) -> None:
     """Make ``module`` save, load and move its plain tensors."""
-    vars(module)[_REWRITE] = rewrite
-    vars(module)[_APPLY] = functools.partial(_move, module)
-    vars(module)[_HANDLES] = [
+    own = vars(module)
+    own[_REWRITE] = rewrite
+    own[_APPLY] = functools.partial(_move, module)
+    own[_HANDLES] = [
         hook_save(module, _save),
         hook_load(module, _before_load),
         module.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
     ]
+
+
+def remove_hooks(model: nn.Module, first: int) -> None:
+    """Remove the hooks that were registered since torch's handles had the number ``first``.
+
+    An interrupt may have lost the handle of the latest one.
+    """
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if "_hooks" in name and isinstance(hooks, dict):  # also those of hooks' options
+                for number in [number for number in hooks if number >= first]:
+                    del hooks[number]
 
 
 def hook_save(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
@@ -83,12 +96,15 @@ def _call_first(hooks: Any, handle: RemovableHandle) -> None:
 
 def detach(module: nn.Module) -> None:
     """Make ``module`` save, load and move its current tensors."""
-    handles: list[RemovableHandle] = vars(module).pop(_HANDLES, [])
+    own = vars(module)
+    handles: list[RemovableHandle] = own.get(_HANDLES, [])
     for handle in handles:
         handle.remove()
-    vars(module).pop(_OWN, None)  # is there if a hook of the module raised while torch loaded
-    if vars(module).pop(_REWRITE, None) is not None:
-        vars(module).pop(_APPLY, None)
+    own.pop(_HANDLES, None)
+    own.pop(_OWN, None)  # is there if a hook of the module raised while torch loaded
+    if _REWRITE in own:
+        own.pop(_APPLY, None)
+        del own[_REWRITE]  # last: until then, detach() can be repeated
 
 
 def find(module: nn.Module) -> Rewrite | None:

@@ -136,7 +136,8 @@ def exchange(modules: list[Any]) -> None:
 def revert(model: nn.Module) -> None:
     """Undo :func:`exchange` in all models inside a model."""
     for module in model.modules():
-        if vars(module).pop(_EXCHANGED, None) is not None:
+        if _EXCHANGED in vars(module):
             config: Any = module.config
             if config._attn_implementation == NAME:
                 config._attn_implementation = {"": _TORCHS}
+            del vars(module)[_EXCHANGED]  # last: until then, revert() can be repeated

@@ -70,16 +70,16 @@ def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple
             done += 1
             if is_used_up:
                 release_pages(exact)
+        none = values.new_empty(0)
+        places = [where + i * CHUNK for i, where in enumerate(exceptions)]
+        return rounded, Residue(
+            differences, torch.cat([none.long(), *places]), torch.cat([none, *originals])
+        )
     except BaseException:  # for example KeyboardInterrupt
         for (exact, low, difference), where, original in zip(pieces[:done], exceptions, originals):
             exact.view(torch.int32).copy_(low.float().view(torch.int32) + difference)
             exact[where] = original
         raise
-    none = values.new_empty(0)
-    places = [where + i * CHUNK for i, where in enumerate(exceptions)]
-    return rounded, Residue(
-        differences, torch.cat([none.long(), *places]), torch.cat([none, *originals])
-    )
 
 
 def join(rounded: Tensor, residue: Residue) -> Tensor:

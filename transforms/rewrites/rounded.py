@@ -29,12 +29,21 @@ class RoundedParameter:
         if self.param.dtype != torch.float32 or self.param.is_meta:
             return
         is_used_up = has_sole_owner(self.param)
-        self._grad, self.param.grad = self.param.grad, None
-        values = self.param.data
-        rounded, self.residue = residues.split(values, self.dtype, is_used_up)
-        self.param.data = plain_tensors.shared_as(rounded, values)
-        if self._is_trained and self._grad is not None:
-            self.param.grad, self._grad = self._grad.to(self.dtype), None
+        values, grad = self.param.data, self.param.grad
+        low: Tensor | None = None
+        try:
+            low, residue = residues.split(values, self.dtype, is_used_up)
+            rounded = plain_tensors.shared_as(low, values)
+            keeps_grad = self._is_trained and grad is not None
+            low_grad = grad.to(self.dtype) if keeps_grad and grad is not None else None
+            self.param.data = rounded
+            self.param.grad = low_grad
+            self.residue, self._grad = residue, None if keeps_grad else grad
+        except BaseException:  # an interrupt
+            if low is not None and is_used_up:
+                values.copy_(residues.join(low, residue))
+            self.param.data, self.param.grad = values, grad
+            raise
 
     def values(self) -> Tensor:
         """The exact float32 values."""
@@ -43,16 +52,16 @@ class RoundedParameter:
         return residues.join(self.param.data, self.residue)
 
     def restore(self) -> None:
-        """Make the parameter float32 again if it is rounded."""
-        if self.residue is not None:
-            values, self.residue = self.values(), None
-            grad, self.param.grad = self.param.grad, None
-            self.param.data = values
+        """Make the parameter float32 again if it is rounded; an interrupted call is repeated."""
+        if self.residue is None:
+            return
+        values, grad = self.values(), self.param.grad
+        if self.param.dtype == self.dtype:  # else the interrupted call has set the flag
             self._is_trained = grad is not None
-            if grad is not None:
-                self._grad = grad.to(values.dtype)
-        if self._grad is not None:
-            self.param.grad, self._grad = self._grad, None
+        grad = self._grad if grad is None else grad.to(values.dtype)
+        self.param.data = values
+        self.param.grad = grad
+        self.residue = self._grad = None  # last: until then, this can be repeated
 
 
 class RoundedParameters:

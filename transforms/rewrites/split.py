@@ -99,7 +99,8 @@ def _detach_from(module: nn.Module, is_done_with: Callable[[Halves], bool]) -> N
     if not split.halves:
         for handle in split.handles:
             handle.remove()
-        del vars(module)[_SPLIT], vars(module)["_apply"]
+        vars(module).pop("_apply", None)
+        vars(module).pop(_SPLIT)  # last: until then, this can be repeated
 
 
 def split_modules(model: nn.Module) -> set[nn.Module]:
@@ -192,10 +193,9 @@ def _move(
 
 def _exchange(param: Tensor, values: Tensor) -> None:
     """Replace the tensor of a parameter, and cast its gradient to the same dtype."""
-    grad, param.grad = param.grad, None
-    param.data = values
-    if grad is not None:
-        param.grad = grad.to(values.dtype)
+    grad = None if param.grad is None else param.grad.to(values.dtype)
+    param.data = values  # torch keeps a gradient of another dtype, but refuses to set one
+    param.grad = grad
 
 
 def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:

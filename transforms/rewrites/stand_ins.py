@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from transforms.rewrites import plain_tensors
+from transforms.rewrites.exchanged_class import become
 
 _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
 _ANY = 0
@@ -70,7 +71,7 @@ def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY)
     """Replace the module's class; inputs must have ``dimensions`` dimensions, if that is not 0."""
     vars(module)[_CLASS] = type(module)
     vars(module)[_DIMENSIONS] = dimensions
-    module.__class__ = kind
+    become(module, kind)
 
 
 def is_stand_in(module: nn.Module) -> bool:
@@ -80,9 +81,11 @@ def is_stand_in(module: nn.Module) -> bool:
 
 def revert(module: nn.Module) -> None:
     """Give ``module`` its own class again."""
-    if _CLASS in vars(module):
-        del vars(module)[_DIMENSIONS]
-        module.__class__ = vars(module).pop(_CLASS)
+    own = vars(module)
+    if _CLASS in own:
+        become(module, own[_CLASS])
+        own.pop(_DIMENSIONS, None)
+        del own[_CLASS]  # last: until then, revert() can be repeated
 
 
 def revert_all(model: nn.Module) -> None:
