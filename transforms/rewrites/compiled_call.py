@@ -91,7 +91,7 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
     )
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             if tracing_state() is not None:  # torch.jit.trace refuses what torch.compile made
                 return called(*args, **kwargs)
             hooks.look()
