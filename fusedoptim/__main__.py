@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         status: int = parsed.run(parsed)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # Python has none where it is closed
+            sys.stdout.flush()
     except OSError as error:  # as of a full disk, or a pipe that nobody reads
         print(f"error: {error}", file=sys.stderr)
         with contextlib.suppress(OSError):

@@ -25,7 +25,10 @@ _queues: dict[str, Any] = {}
 _borrowed: dict[int, Any] = {}
 
 # Environment variables that select drivers and devices.
-_LIMITS = ("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST")
+_LIMITS = (
+    *("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST"),
+    "UR_ADAPTERS_FORCE_LOAD",
+)
 _INSTALL_HINT = {
     "cpu": "pip install intel-opencl-rt",
     "gpu": (
@@ -183,7 +186,12 @@ def _cure(device: str, present: str, limits: list[str]) -> str:
         hint = _INSTALL_HINT[kind]
     if limits:
         return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
-    if device == "cpu" and cpu_driver() is not None and not cpu_driver_is_loaded():
+    driver = cpu_driver()
+    if device == "cpu" and driver is not None and not cpu_driver_is_loaded():
+        try:
+            ctypes.CDLL(str(driver))
+        except OSError as error:  # as where a limit leaves no address space
+            return f"intel-opencl-rt is installed, but cannot be loaded: {error}; restart Python"
         return (
             "intel-opencl-rt is installed, but OpenCL looked for drivers before this "
             "package could name it; restart Python, and call allocator.queue() before dpctl is "

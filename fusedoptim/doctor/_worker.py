@@ -85,7 +85,9 @@ def _try_kernels(lines: TextIO, device: str | None, claims: int, describe: bool)
         if on_host:
             _say(lines, compiled_for=isa.level())
     chosen = used if device is None else [queue(device).sycl_device.filter_string]
-    while (index := int.from_bytes(os.read(claims, 2), sys.byteorder)) < len(kernels):
+    while (claim := os.read(claims, 2)) and (index := int.from_bytes(claim, sys.byteorder)) < len(
+        kernels
+    ):
         kernel = kernels[index]
         for name in chosen:
             _say(lines, at=f"tests {kernel} on {name}")

@@ -9,6 +9,7 @@ first.
 from __future__ import annotations
 
 import array
+import fcntl
 import json
 import os
 import selectors
@@ -82,9 +83,12 @@ class Workers:
     def __init__(self, device: str | None) -> None:
         self._device = device
         count = min(max(len(os.sched_getaffinity(0)), 2), _MOST_WORKERS)
-        self._claims, write_end = os.pipe()
+        read_end, write_end = os.pipe()
         os.write(write_end, array.array("H", range(_MOST_KERNELS)).tobytes())
         os.close(write_end)
+        # Where a standard stream is closed, the pipe has its number, which the workers replace.
+        self._claims = fcntl.fcntl(read_end, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(read_end)
         self._workers = [self._start(with_torch=i == 0) for i in range(count)]
 
     def _start(self, *, with_torch: bool) -> _Worker:

@@ -109,6 +109,21 @@ def test_device_hidden_by_a_selector() -> None:
     assert "unset ONEAPI_DEVICE_SELECTOR=level_zero:gpu, which may hide it" in done.stderr
 
 
+def test_driver_that_cannot_be_loaded() -> None:
+    script = """
+        import resource
+        import allocator, numpy
+        from allocator.runtime.libraries import load_dpctl
+        load_dpctl()
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (30 << 20), -1))
+        allocator.queue("cpu")
+        """
+    errors = run_script(script).stderr
+    assert "intel-opencl-rt is installed, but cannot be loaded: " in errors
+    assert "libintelocl.so" in errors
+
+
 def test_environment_is_left_as_it_was() -> None:
     done = run_script(
         "import os; before = dict(os.environ)\n"

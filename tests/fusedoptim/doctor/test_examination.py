@@ -18,7 +18,7 @@ from fusedoptim import __main__, doctor
 from fusedoptim.doctor import _command
 from fusedoptim.doctor._report import Problem, Report, Section, guarded
 from fusedoptim.launch import modules
-from tests.running import run_script
+from tests.running import check_script, run_script
 
 ROOT = Path(__file__).parents[3]
 
@@ -83,6 +83,20 @@ def test_crash_and_a_broken_torch(tmp_path: Path) -> None:
     assert "torch cannot be imported: ImportError: libtorch.so is gone" in done.stdout
     assert "  cure: pip install --force-reinstall torch\n" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("3 errors ")
+
+
+@pytest.mark.parametrize("stream", [0, 2])
+def test_closed_standard_stream(stream: int) -> None:
+    """Workers get a pipe, whose number theirs must not be: they would test one kernel for ever."""
+    check_script(
+        f"""
+        import os
+        from fusedoptim.doctor._workers import Workers
+        os.close({stream})
+        with Workers("cpu") as workers:
+            assert workers._claims > 2
+        """
+    )
 
 
 CRASH = """
@@ -168,6 +182,11 @@ class TestCommandLine:
             assert __main__.main(["doctor", "--json"]) == 1
             assert full.closed
         assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+    def test_no_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda device: Report([], 1.0))
+        monkeypatch.setattr(sys, "stdout", None)  # as Python has it where the stream is closed
+        assert __main__.main(["doctor"]) == 0
 
     def test_help_tells_the_exit_status(self) -> None:
         assert "1 with errors" in _command._DESCRIPTION
