@@ -92,11 +92,18 @@ class _Tracer(fx.Tracer):
         self._tensors: dict[nn.Module, list[int]] = {}
         self.exchanged: set[nn.Module] = set()
         """Modules that were called with tensors other than their own."""
-        self._thread = threading.get_ident()
+        self._thread: int | None = threading.get_ident()
+        """The thread that traces; None once the trace has ended."""
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._tensors = {m: _identities(m) for m in root.modules()}
-        return super().trace(root, concrete_args)
+        try:
+            return super().trace(root, concrete_args)
+        finally:
+            # Where torch traces in another thread meanwhile, as torch.compile does, its end puts
+            # this tracer's methods of nn.Module back, for good: they must do nothing then.
+            self._thread = None
+            self._tensors.clear()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         proxy = _Proxy(node, self)
@@ -124,7 +131,8 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # Another thread's call is part of the trace only if it got a traced value from here.
-        if threading.get_ident() != self._thread and not _has_proxies((args, kwargs)):
+        is_over = self._thread is None
+        if is_over or (threading.get_ident() != self._thread and not _has_proxies((args, kwargs))):
             return forward(*args, **kwargs)
         if _identities(m) != self._tensors.get(m):
             self.exchanged.add(m)

@@ -293,6 +293,30 @@ def test_another_thread_may_call_a_model_meanwhile() -> None:
     assert_right(optimized, model, images())
 
 
+def test_methods_of_a_trace_that_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the end of a trace of torch in another thread, which began during this trace."""
+    names = "__call__", "__getattr__"
+    for name in names:
+        monkeypatch.setattr(nn.Module, name, getattr(nn.Module, name))  # put back in the end
+    found: list[dict[str, Any]] = []
+
+    class Watches(Block):
+        """Code that notes the methods of nn.Module during a trace."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            found.append({name: vars(nn.Module)[name] for name in names})
+            return super().forward(x)
+
+    fold(randomise(Watches()))
+    assert found[0]["__call__"] is not nn.Module.__call__
+    for name, method in found[0].items():
+        setattr(nn.Module, name, method)
+    model = randomise(Block())
+    optimized, report = fold(model)
+    assert [entry.where for entry in report.done(CONV)] == ["norm"]
+    assert_right(optimized, model, images())
+
+
 def test_calls_in_threads_of_forward_count() -> None:
     class Threaded(Block):
         """Code that uses the convolution's output in another thread too."""
