@@ -26,7 +26,7 @@ def step(rows_a_bag: int, is_kept: bool, is_moved: bool) -> dict[str, object]:
     ]
     optimizer = torch.optim.SGD([table.weight for table in tables], lr=0.01)
     if is_moved:
-        use_huge_pages(*(table.weight for table in tables))
+        use_huge_pages(*tables)
     passes, updates = [], []
     for _ in range(_WARM_UP + _STEPS):
         indices = [torch.randint(_ROWS, (_BATCH, rows_a_bag)) for _ in tables]

@@ -47,6 +47,7 @@ __all__ = [
     "has_onednn_graph",
     "increment_version",
     "is_batched",
+    "is_exported",
     "is_flattened",
     "is_forward_mode",
     "is_plain_execution",
@@ -253,6 +254,11 @@ def is_forward_mode() -> bool:
 def proxy_mode() -> Any:
     """What make_fx records operators with, as torch.compile and torch.export do; or None."""
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+
+
+def is_exported() -> bool:
+    """Whether torch.export records this thread; torch's own flag is one for all threads."""
+    return torch.compiler.is_exporting() and bool(active_modes())
 
 
 def active_modes() -> list[Any]:

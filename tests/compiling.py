@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.running import LIMIT
+
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
 )
@@ -71,7 +73,7 @@ def _beside(work: Callable[[Callable[[], None]], object]) -> Iterator[None]:
 
     def wait() -> None:
         waits.set()
-        assert goes_on.wait(300)
+        assert goes_on.wait(LIMIT)
 
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(work, wait)

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 """The first line of a script that runs on one core: the driver obeys the process's affinity."""
-_LIMIT = 300  # seconds for a script
+LIMIT = 300  # seconds for a script
 _OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Variables that OpenMP reads when torch loads it."""
 _READ_LATER = ("FUSEDOPTIM_", "CL_", "OCL_", "ONEAPI_", "ONEDNN_")
@@ -63,7 +63,7 @@ def run_fresh(script: str, *arguments: str, **variables: str) -> subprocess.Comp
         text=True,
         cwd=ROOT,
         env={**os.environ, **variables},
-        timeout=_LIMIT,
+        timeout=LIMIT,
     )
 
 
@@ -118,9 +118,9 @@ class _Forks:
                 "files": [os.devnull, *map(str, files)],
             }
             print(json.dumps(request), file=requests, flush=True)
-            if not select.select([results], [], [], _LIMIT)[0]:
+            if not select.select([results], [], [], LIMIT)[0]:
                 os.killpg(self._process.pid, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(script, _LIMIT)
+                raise subprocess.TimeoutExpired(script, LIMIT)
             status = int(results.readline())
             stdout, stderr = (file.read_text() for file in files)
         return subprocess.CompletedProcess(script, status, stdout, without_greeting(stderr))

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.nn._single_bags import check_plain, check_stored, check_trainable
@@ -19,12 +18,11 @@ from transforms.inputs.arguments import (
     check_not_for_inference,
 )
 from transforms.inputs.copies import copy_pair
-from transforms.reports import Entry, Report, attach, find, reset
+from transforms.reports import Entry, Report, conclude, find
 from transforms.reports import merged as with_earlier
 from transforms.rewrites.merged_bags import merge
-from transforms.rewrites.plain_tensors import remove_hooks
 from transforms.rewrites.split import merge_copies
-from transforms.rewrites.undoing import Undo
+from transforms.rewrites.undoing import changes_to
 from transforms.tracing.modules import has_hooks, owners
 
 __all__ = ["merge_embedding_bags"]
@@ -134,14 +132,11 @@ def merge_embedding_bags(
     if optimizer is not None and not inplace:
         for bag in getattr(parent, attribute):
             bag.weight.grad = None  # a copy; the model's optimizer applies its own
-    with Undo() as undo:
-        undo.callback(remove_hooks, model, RemovableHandle.next_id)
+    with changes_to(model) as undo:
         merged = merge(parent, attribute, name, options, undo)
         how = "" if optimizer is None else f", and updated in backward by {optimizer}"
         entry = Entry(name, f"{len(merged)} tables in one call of {name}(indices, offsets){how}")
-        undo.callback(reset, model, find(model))
-        _attach(model, [entry, *mergeable(model)])
-        undo.keep()
+        conclude(model, _report(model, [entry, *mergeable(model)]), undo)
     return model
 
 
@@ -160,13 +155,13 @@ def mergeable(model: nn.Module) -> list[Entry]:
     return entries
 
 
-def _attach(model: nn.Module, entries: Sequence[Entry]) -> None:
-    """Add entries to the report of the model."""
+def _report(model: nn.Module, entries: Sequence[Entry]) -> Report:
+    """The report of the model with these entries."""
     report = find(model)
     if report is None:
         mode = "training" if model.training else "inference"
         report = Report(f"{type(model).__name__} for {mode}", {}, kept_bytes=0)
-    attach(model, with_earlier(model, report._replace(passes={KNOB: entries})))
+    return with_earlier(model, report._replace(passes={KNOB: entries}))
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

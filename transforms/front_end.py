@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.runtime.memory import return_free_memory
 from transforms.embedding_bags import KNOB as MERGING
@@ -32,16 +31,13 @@ from transforms.reports import (
     NoEffectWarning,
     Report,
     SlowDtypeWarning,
-    attach,
     check_not_final,
-    find,
+    conclude,
     merged,
-    reset,
 )
 from transforms.rewrites.packed import supported_dtypes
-from transforms.rewrites.plain_tensors import remove_hooks
 from transforms.rewrites.split import merge_copies
-from transforms.rewrites.undoing import Undo
+from transforms.rewrites.undoing import changes_to
 
 __all__ = ["optimize"]
 
@@ -217,14 +213,11 @@ def optimize(
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
         merge_copies(model)
-    with Undo() as undo:
-        undo.callback(remove_hooks, model, RemovableHandle.next_id)
+    with changes_to(model) as undo:
         job = Job(model, optimizer, options, sample_input, undo)
         report = merged(model, _run(passes, job))
         _warn_of_no_effect(job, report)
-        undo.callback(reset, model, find(model))
-        attach(model, report)
-        undo.keep()
+        conclude(model, report, undo)
     return model if optimizer is None else (model, optimizer)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from transforms.inputs.arguments import check_is_module
 from transforms.rewrites import compiled_call, plain_tensors
 from transforms.rewrites.packed import is_packed
+from transforms.rewrites.undoing import Undo
 
 __all__ = ["Entry", "NoEffectWarning", "Report", "SlowDtypeWarning", "report"]
 
@@ -213,6 +214,13 @@ def reset(model: nn.Module, before: Report | None) -> None:
         detach(model)
     else:
         attach(model, before)
+
+
+def conclude(model: nn.Module, report: Report, undo: Undo) -> None:
+    """Store the report of changes, and keep them; until then, ``undo`` undoes that too."""
+    undo.callback(reset, model, find(model))
+    attach(model, report)
+    undo.keep()
 
 
 def detach(model: nn.Module) -> None:

@@ -26,7 +26,9 @@ _borrowed: dict[int, Any] = {}
 
 # Environment variables that select drivers and devices.
 _LIMITS = (
-    *("ONEAPI_DEVICE_SELECTOR", "OCL_ICD_FILENAMES", "SYCL_DEVICE_ALLOWLIST"),
+    "ONEAPI_DEVICE_SELECTOR",
+    "OCL_ICD_FILENAMES",
+    "SYCL_DEVICE_ALLOWLIST",
     "UR_ADAPTERS_FORCE_LOAD",
 )
 _INSTALL_HINT = {

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from fusedoptim._torch_private import active_modes, is_forward_mode, proxy_mode, tracing_state
+from fusedoptim._torch_private import is_exported, is_forward_mode, proxy_mode, tracing_state
 
 
 def check_seen(kernel: str, args: Sequence[Any]) -> None:
     """Raise if torch would miss what ``kernel``, as errors name it, does to ``args``."""
     if tracing_state() is not None:
         raise _recorded(kernel, "torch.jit.trace")
-    if active_modes() and torch.compiler.is_exporting():  # which may be another thread
+    if is_exported():
         raise _recorded(kernel, "torch.export")
     if proxy_mode() is not None:
         raise _recorded(kernel, "make_fx")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
 from transforms.inputs.copies import copy_pair
@@ -21,7 +20,7 @@ from transforms.quantization.candidates import objections
 from transforms.quantization.chains import find_following, join
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
-from transforms.reports import Entry, Report, attach, find, merged, reset
+from transforms.reports import Entry, Report, attach, conclude, find, merged, reset
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.fused_activation import FusedActivation
@@ -29,10 +28,9 @@ from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
 from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
-from transforms.rewrites.plain_tensors import remove_hooks
 from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.split import merge_copies
-from transforms.rewrites.undoing import Undo
+from transforms.rewrites.undoing import Undo, changes_to
 from transforms.rewrites.watched_parameter import unwatch_all
 
 __all__ = ["quantize"]
@@ -176,16 +174,13 @@ def quantize(
     else:
         model, _ = copy_pair(model, None)
         merge_copies(model)
-    with Undo() as undo:
-        undo.callback(remove_hooks, model, RemovableHandle.next_id)
+    with changes_to(model) as undo:
         _unpack(model, undo)
         prepared = _prepare(model, undo)
         entries = _quantize(model, loader, choices, undo)
         report = Report(f"{type(model).__name__} for inference", {**prepared, KNOB: entries}, 0)
         report = merged(model, report)
-        undo.callback(reset, model, find(model))
-        attach(model, report)
-        undo.keep()
+        conclude(model, report, undo)
     return model
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedoptim._torch_private import (
-    active_modes,
     count_modes,
     disable_dynamo,
+    is_exported,
     is_forward_mode,
     proxy_mode,
     tracing_state,
@@ -382,12 +382,6 @@ def _untraced(module: Int8Module, x: Tensor) -> Tensor:
     return module.forward(x)
 
 
-def _is_recording() -> bool:
-    """Whether make_fx or torch.export records this thread, whose modes are active."""
-    is_exporting = torch.compiler.is_exporting()  # this thread or another one
-    return proxy_mode() is not None or (is_exporting and bool(active_modes()))
-
-
 def _check(module: Int8Module, x: Any) -> None:
     """Raise unless torch simply runs operators, and no gradient is wanted."""
     name = type(module).__name__
@@ -402,7 +396,7 @@ def _check(module: Int8Module, x: Any) -> None:
     is_traced = (
         torch.compiler.is_dynamo_compiling()
         or tracing_state() is not None
-        or (count_modes() != 0 and _is_recording())
+        or (count_modes() != 0 and (is_exported() or proxy_mode() is not None))
     )
     if is_traced or transform_level() is not None or not is_tensor:  # or a Proxy of torch.fx
         raise RuntimeError(

@@ -64,18 +64,6 @@ def attach(module: nn.Module, rewrite: Rewrite) -> None:
     ]
 
 
-def remove_hooks(model: nn.Module, first: int) -> None:
-    """Remove the hooks that were registered since torch's handles had the number ``first``.
-
-    An interrupt may have lost the handle of the latest one.
-    """
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if "_hooks" in name and isinstance(hooks, dict):  # also those of hooks' options
-                for number in [number for number in hooks if number >= first]:
-                    del hooks[number]
-
-
 def hook_save(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
     """Register a ``state_dict`` hook that runs before all others, so that they see its result."""
     handle: RemovableHandle = module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
 
 
 class Undo:
@@ -43,7 +49,26 @@ class Undo:
                 self.close()
             except BaseException as error:  # an interrupt, most likely
                 if raised is not None:  # the rest must be undone, whatever this callback does
-                    self._callbacks.pop()
+                    del self._callbacks[-1:]
                 raised = error
         if raised is not None:
             raise raised
+
+
+def changes_to(model: nn.Module) -> Undo:
+    """The changes of a call that rewrites a model; to undo them also removes new hooks."""
+    undo = Undo()
+    undo.callback(_remove_hooks, model, RemovableHandle.next_id)
+    return undo
+
+
+def _remove_hooks(model: nn.Module, first: int) -> None:
+    """Remove the hooks that were registered since torch's handles had the number ``first``.
+
+    An interrupt may have lost the handle of the latest one.
+    """
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if "_hooks" in name and isinstance(hooks, dict):  # also those of hooks' options
+                for number in [number for number in hooks if number >= first]:
+                    del hooks[number]

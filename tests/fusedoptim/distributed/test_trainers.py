@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from tests.fusedoptim.helpers import each_case, params_of, single
 from tests.optimizer_cases import OptimizerCase
-from tests.running import ROOT
+from tests.running import LIMIT, ROOT
 
 with warnings.catch_warnings():  # from their imports
     warnings.simplefilter("ignore")
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         cwd=ROOT,
         env={**os.environ, **variables},
-        timeout=300 * len(runs),
+        timeout=LIMIT * len(runs),
     )
     assert done.returncode == 0, done.stderr
     return folder

@@ -18,7 +18,7 @@ from fusedoptim import __main__, doctor
 from fusedoptim.doctor import _command
 from fusedoptim.doctor._report import Problem, Report, Section, guarded
 from fusedoptim.launch import modules
-from tests.running import check_script, run_script
+from tests.running import LIMIT, check_script, run_script
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def run(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[s
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
 
 
