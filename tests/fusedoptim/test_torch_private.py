@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedoptim import _torch_private
 from fusedoptim._torch_private import TensorGuards
+from tests.compiling import another_thread_exports
 
 
 def test_each_is_covered_here() -> None:
@@ -230,6 +231,24 @@ def test_active_modes() -> None:
     assert _torch_private.active_modes() == []
     with FakeTensorMode() as mode:
         assert _torch_private.active_modes() == [mode]
+
+
+def test_is_exported() -> None:
+    """Only in the thread that exports."""
+    found = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(_torch_private.is_exported())
+            return x + 1
+
+    torch.export.export(Module(), (torch.ones(1),))
+    assert found
+    assert all(found)
+    with another_thread_exports():
+        assert torch.compiler.is_exporting()
+        assert not _torch_private.is_exported()
+    assert not _torch_private.is_exported()
 
 
 def test_proxy_mode() -> None:
