@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from transforms.graph.operators import is_fresh, is_random, written
+from transforms.graph.operators import is_fresh, is_number, is_random, written
 
 Roots = dict[Node, frozenset[Node]]
 """For each node, the nodes whose memory its value may share: placeholders and fresh results."""
@@ -14,7 +14,9 @@ def roots(graph: Graph) -> Roots:
     """The roots of all values, for every way in which they may share memory."""
     found: Roots = {}
     for node in graph.nodes:
-        if is_fresh(node) or not node.all_input_nodes:
+        if is_number(node):  # such as a size, which dynamo may hand over as an input
+            found[node] = frozenset()
+        elif is_fresh(node) or not node.all_input_nodes:
             found[node] = frozenset({node})
         else:
             found[node] = frozenset().union(*(found[each] for each in node.all_input_nodes))

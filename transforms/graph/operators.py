@@ -285,14 +285,15 @@ def written(node: Node) -> Iterator[Node]:
         return
     called = name(node)
     if called is None or _writes_more(node, called):
-        yield from (each for each in node.all_input_nodes if not _is_number(each))
+        yield from (each for each in node.all_input_nodes if not is_number(each))
     elif called.endswith("_"):
         first = node.args[0] if node.args else node.kwargs.get("input")
         if isinstance(first, Node):
             yield first
 
 
-def _is_number(node: Node) -> bool:
+def is_number(node: Node) -> bool:
+    """Whether the result is a number, perhaps a symbolic one."""
     return isinstance(value(node), int | float | bool | torch.SymInt | torch.SymFloat)
 
 

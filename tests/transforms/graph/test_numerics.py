@@ -229,6 +229,20 @@ def test_other_shapes_ranks_and_dtypes(dynamic: bool | None) -> None:
         assert_as_eager(ours, linear.double(), torch.randn(65, 257).double())
 
 
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_view_of_any_size_given_to_a_function_that_may_write(dynamic: bool | None) -> None:
+    """The size is an input of the graph, as the tensor is, but has no memory to write into."""
+
+    def spectrum(x: Tensor) -> Tensor:
+        return torch.fft.rfft(x.view(x.shape[0], 2, 4)).abs()
+
+    ours = Compiled(spectrum, dynamic=dynamic)
+    with torch.no_grad():
+        for rows in (4, 5, 6, 4):
+            assert_as_eager(ours, spectrum, torch.randn(rows, 8))
+    assert ours.plans
+
+
 def test_shapes_in_turn_are_laid_out_ever_less_often() -> None:
     ours = Compiled(randomise(Residual()).to(memory_format=LAST), dynamic=True)
     inputs, keys = [images(2, 3, size, size) for size in (9, 12)], []
