@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
-from fusedoptim.step.rule import Candidate, UpdateRule
+from fusedoptim.step.rule import Candidate, Numbers, UpdateRule
 from fusedoptim.step.scalars import number
 from fusedoptim.step.sharding import (
     describe_place,
@@ -119,6 +119,39 @@ def check_numbers(
                     f"{optimizer}: {name} is {value}; set it to a number{at_most}, as in "
                     f"optimizer.param_groups[0][{name!r}] = ..."
                 )
+
+
+def checked_numbers(rule: UpdateRule, largest: float) -> Numbers:
+    """The kernels' scalars and flags for the current hyper-parameters of a group.
+
+    Args:
+        rule: the group's rule.
+        largest: the largest number of the kernels' arithmetic.
+
+    Raises:
+        TypeError, ValueError, OverflowError: kernels cannot take a hyper-parameter, or no step can
+            be computed with it.
+    """
+    optimizer, group, defaults = rule.optimizer_name, rule.group, rule.defaults
+    try:
+        numbers = rule.numbers()
+        # Those of later steps are computed when earlier groups may be updated already. What fails
+        # then fails at the first step too.
+        given = {**numbers, **rule.row_numbers(numbers, 1.0)}
+        odd = [value for value in given.values() if not -largest <= value <= largest]
+    except (TypeError, ArithmeticError, RuntimeError) as error:
+        check_numbers(optimizer, group, defaults)
+        values = ", ".join(f"{name}={group[name]!r}" for name in defaults if name in group)
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{optimizer}: no step can be computed with {values}; set them to values that the "
+            "constructor accepts, as in optimizer.param_groups[0]['lr'] = ..."
+        ) from error
+    if not all(map(math.isinf, odd)):
+        check_numbers(optimizer, group, defaults, largest)
+        if any(map(math.isfinite, odd)):
+            raise OverflowError(f"{optimizer}: the hyper-parameters give {given}")
+    return numbers
 
 
 def check_norm(max_grad_norm: float | None) -> None:

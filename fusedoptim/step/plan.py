@@ -24,7 +24,7 @@ from fusedoptim.step.checks import (
     check_candidate,
     check_half,
     check_not_averaged,
-    check_numbers,
+    checked_numbers,
     describe,
     named_params,
 )
@@ -202,16 +202,7 @@ class GroupPlan:
 
     def _read_numbers(self) -> None:
         rule, group = self._rule, self._rule.group
-        try:
-            numbers = rule.numbers()
-            odd = [value for value in numbers.values() if not abs(value) <= self._largest]
-        except TypeError:
-            check_numbers(rule.optimizer_name, group, rule.defaults)
-            raise
-        if not all(map(math.isinf, odd)):
-            check_numbers(rule.optimizer_name, group, rule.defaults, self._largest)
-            if any(map(math.isfinite, odd)):
-                raise OverflowError(f"{rule.optimizer_name}: the hyper-parameters give {numbers}")
+        numbers = checked_numbers(rule, self._largest)
         self.settings = Settings(numbers, -1.0 if group.get("maximize") else 1.0)
         hyper_parameters = [group[name] for name in group if name not in ("params", "param_names")]
         self.is_final = (

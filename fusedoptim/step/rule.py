@@ -62,10 +62,10 @@ class UpdateDefinition(Optimizer):
     def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
         """The scalars that depend on how many ``steps`` a parameter has taken, this one included.
 
-        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, such as SGD's, need
+        ``numbers`` are those of :meth:`_numbers`. Kernels without a RowScalar, such as SGD's, have
         none.
         """
-        raise NotImplementedError
+        return {}
 
     def _initial_state(self, group: Group, name: str, target: Tensor, dtype: torch.dtype) -> Tensor:
         """The state ``name`` of a parameter that has taken no step, laid out like ``target``."""

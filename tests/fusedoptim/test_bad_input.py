@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedoptim
+from fusedoptim import FusedAdam, FusedAdamW, FusedLamb, FusedSGD
 from fusedoptim.launch import kernel, modules
 from tests.fusedoptim.helpers import (
     each_case,
@@ -212,6 +213,36 @@ def test_shape_changed_after_some_steps(case: OptimizerCase) -> None:
         p.data = smaller
         with refused(optimizer, RuntimeError, "whose shape differs"):
             optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "bad", "error", "message"),
+    [
+        (FusedSGD, "lr", 1j, TypeError, "^FusedSGD: lr is 1j; set it to a number"),
+        (FusedSGD, "momentum", [0.5], TypeError, r"^FusedSGD: no step .* momentum=\[0.5\]"),
+        (FusedAdam, "eps", torch.tensor(1j), TypeError, "^FusedAdam: eps is "),
+        (FusedAdam, "betas", (0.9, 1.0), ValueError, r"^FusedAdam: no step .* betas=\(0.9, 1.0\)"),
+        (FusedAdam, "betas", (1.0, 0.9), ValueError, "^FusedAdam: no step can be computed with lr"),
+        (FusedAdamW, "betas", (0.9, 1.5), TypeError, "^FusedAdamW: no step can be computed with"),
+        (FusedAdamW, "lr", 3e38, OverflowError, "^FusedAdamW: the hyper-parameters give "),
+        (FusedLamb, "max_param_norm", "x", TypeError, "^FusedLamb: no step .*max_param_norm='x'"),
+        (FusedLamb, "max_param_norm", 1j, TypeError, "^FusedLamb: no step .*max_param_norm=1j"),
+        (FusedLamb, "bias_correction", torch.ones(2), TypeError, "^FusedLamb: bias_correction is"),
+    ],
+)
+def test_hyper_parameter_with_which_no_step_can_be_computed(
+    cls: Any, name: str, bad: object, error: type[Exception], message: str
+) -> None:
+    """No group is updated, also none that comes before the one with this hyper-parameter."""
+    params = [Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = cls([{"params": [p]} for p in params], lr=1.0)
+    optimizer.param_groups[1][name] = bad
+    for p in params:
+        p.grad = torch.ones(3)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert not optimizer.state
+    assert all(p.tolist() == [0.0] * 3 for p in params)
 
 
 def change_manifest(spirv: Path, **changes: Any) -> None:
