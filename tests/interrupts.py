@@ -139,6 +139,8 @@ class InterruptAt:
                     self._pass(here)
                 if polls[frame.f_lasti]:
                     polled.add(frame)
+            elif event == "exception":  # CPython goes to the handler without looking
+                polled.discard(frame)
             return frame.f_trace
 
         return trace
