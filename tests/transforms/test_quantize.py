@@ -423,6 +423,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         network, {"loader": [torch.full((2, 3, 8, 8), torch.nan)]}, ValueError,
         "input of 0 is infinite or NaN",
     ),
+    "gradients": (
+        network, {
+            "loader": [torch.ones(2, 3, 8, 8)],
+            "run": torch.enable_grad()(lambda model, x: model(x.requires_grad_())),
+        },
+        ValueError, r"records gradients in 0, .* keep=\['0'\]",
+    ),
     "unknown ranges": (network, {"ranges": "max"}, ValueError, "'min-max', 'percentile', 'mse'"),
     "ranges of another type": (network, {"ranges": ["mse"]}, ValueError, "is unknown"),
     "ranges without loader": (

@@ -46,6 +46,11 @@ def calibrate(
     def observe(name: str, x: Any) -> None:
         if not isinstance(x, Tensor) or x.numel() == 0:
             return
+        if x.requires_grad and torch.is_grad_enabled():
+            raise finding(
+                f"loader: the model records gradients in {name}, and INT8 has none: pass "
+                f"keep=[{name!r}]"
+            )
         if not bool(x.isfinite().all()):
             raise finding(
                 f"loader: the input of {name} is infinite or NaN in calibration, and INT8 has no "
