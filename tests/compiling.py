@@ -23,7 +23,7 @@ needs_gpu_compiler = pytest.mark.skipif(
     reason="apt install spirv-tools intel-opencl-icd",
 )
 quiet_compiler = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning",
+    "ignore:`torch.jit.script",
     "ignore:.*autograd.function.Function.*instantiated:DeprecationWarning",  # by torch itself
 )
 each_compilation = pytest.mark.parametrize(

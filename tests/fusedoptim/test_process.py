@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -128,6 +129,7 @@ def final_weights() -> dict[str, list[Tensor]]:
     return weights
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")  # by torch.load, from 2.15 on
 def test_the_same_bits_whatever_the_number_of_threads(tmp_path: Path) -> None:
     """The bits are equal even if the process's affinity decides the number of threads."""
     first, *others = at_each_thread_count(final_weights)

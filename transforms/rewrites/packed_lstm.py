@@ -34,7 +34,8 @@ class PackedLSTM(PackedModule, nn.LSTM):
         """Compute as ``torch.nn.LSTM`` does."""
         self._update_flat_weights()
         result = self._computed(input, hx)
-        return super().forward(input, hx) if result is None else result
+        # torch 2.15 cannot compile super() after a call that it does not trace, as the one above.
+        return nn.LSTM.forward(self, input, hx) if result is None else result
 
     def _computed(self, x: Any, given: Any) -> tuple[Tensor, _State] | None:
         """The results with packed weights; None if plain ones must be used."""

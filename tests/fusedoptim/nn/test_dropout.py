@@ -132,7 +132,7 @@ class TestContract:
         torch.testing.assert_close(list(gradients.values()), list(expected))
         assert torch.func.vmap(module, randomness="different")(x).shape == (3, 7)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script")
     def test_forward_mode_is_torchs(self) -> None:
         with torch.autograd.forward_ad.dual_level():
             x = torch.randn(100)

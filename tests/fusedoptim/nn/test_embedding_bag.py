@@ -168,7 +168,7 @@ class TestOptimizer:
         train(module, new_batches(module, 1))
         assert not torch.equal(before[0], module[0].weight)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor uses it
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")  # inductor uses it
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     @pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS])
     def test_compiled(self, optimizer: str | None, backend: str) -> None:

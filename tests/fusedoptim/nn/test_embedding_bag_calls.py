@@ -51,7 +51,7 @@ def gradients(function: Callable[[Any, Tensor], Tensor], optimizer: str | None) 
     return [samples.grad, of_table.detach()]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor uses it
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # inductor uses it
 @pytest.mark.filterwarnings("ignore:Error detected")  # where tracers find the error
 class TestCompiled:
     @pytest.fixture(autouse=True)

@@ -304,7 +304,7 @@ class TestTorchs:
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1]
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script")
     def test_func_transforms_and_forward_mode(self) -> None:
         q, k, v = inputs(2, 3)
 

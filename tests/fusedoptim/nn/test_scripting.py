@@ -9,7 +9,7 @@ from torch import nn
 from fusedoptim import nn as ours
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize(
     "module",
     [

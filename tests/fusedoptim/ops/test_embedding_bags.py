@@ -301,7 +301,7 @@ class TestTracing:
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor uses it
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")  # inductor uses it
     @pytest.mark.parametrize(
         ("case", "joined", "backend"),
         [(*case, "aot_eager") for case in CASES]

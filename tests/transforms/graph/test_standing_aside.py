@@ -281,8 +281,7 @@ ROWS: list[Callable[..., Any]] = [
 IMAGES: list[Callable[..., Any]] = [writes_between, views_a_convolution, pools_to_one]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # raised by torch.func.jvp
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # the same, from torch 2.14 on
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # raised by torch.func.jvp
 @pytest.mark.parametrize("function", [*ROWS, *IMAGES], ids=lambda f: f.__name__)
 def test_order_and_aliases(function: Callable[..., Any]) -> None:
     ours = Compiled(function)

@@ -144,8 +144,7 @@ def test_model_that_copies_itself() -> None:
     assert its.param_groups[0]["params"][0] is twin.weight
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_scripted_module() -> None:
     """torch's copy of a scripted module has cloned results as parameters, which get no gradient."""
     model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Linear(4, 2)))

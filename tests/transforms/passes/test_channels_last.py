@@ -34,8 +34,7 @@ def test_code_that_depends_on_strides_is_left(cls: type[nn.Module], name: str) -
     assert torch.equal(optimized(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_undone_beside_a_scripted_module() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), torch.jit.script(nn.ReLU())).eval()
     optimized = transforms.optimize(model)

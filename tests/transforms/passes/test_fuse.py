@@ -257,7 +257,7 @@ def test_compiled_after_an_eager_product(activation: str, graph_mode: bool) -> N
         torch.testing.assert_close(compiled(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripts() -> None:
     model, x = nn.Sequential(linear()[0], nn.GELU()).eval(), linear()[1]
     ours = fused(model)

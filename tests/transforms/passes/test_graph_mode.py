@@ -281,7 +281,7 @@ def test_another_schema(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(compiled(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_jit_trace() -> None:
     x = torch.randn(3, 8)
     model = nn.Sequential(nn.Linear(8, 4), nn.GELU()).eval()

@@ -128,7 +128,7 @@ class TestProducts:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             ours.float()(torch.randn(3, INPUTS + 1))
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit")
     def test_transforms_and_traces_are_torchs(self, kind: str) -> None:
         plain = KINDS[kind]()
         ours, x = optimized(plain), rows()
@@ -168,7 +168,7 @@ class TestProducts:
         assert_as_exact(ours, plain, rows())
         assert type(transforms.restore(ours)) is type(plain)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script")
     def test_compiled_equals_eager(self, kind: str) -> None:
         """``test_linear.py`` of the operators compiles them to C++."""
         plain = KINDS[kind]()
@@ -184,7 +184,7 @@ class TestProducts:
         assert_as_exact(compiled, plain, rows())
         assert "fusedoptim.linear" in graphs[0]
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script")
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by torch
     def test_compiled_transforms_are_torchs(self, kind: str) -> None:
         plain = KINDS[kind]()

@@ -308,7 +308,7 @@ def test_shapes_that_do_not_fit_raise_as_in_torch(case: str, dim: int) -> None:
     assert len(set(messages)) <= 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("case", ["linear", "conv2d"])
 def test_gradients_and_transforms_are_torchs(case: str) -> None:
     model, x = CASES[case]()

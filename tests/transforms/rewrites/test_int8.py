@@ -383,7 +383,7 @@ class TestRefused:
             layer(wrong)
         assert str(actual.value) == str(expected.value)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own import
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch's own import
     def test_forward_derivatives(self) -> None:
         x = torch.randn(6, 40)
         layer = quantized(nn.Linear(40, 8), x).requires_grad_(False)
@@ -419,7 +419,7 @@ class TestRefused:
             with other():
                 assert torch.equal(layer(x), expected)
 
-    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own import
+    @pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch's own import
     def test_compiled_models_run_them_uncompiled(self) -> None:
         x = torch.randn(6, 40)
         layer = quantized(nn.Linear(40, 8), x).requires_grad_(False)

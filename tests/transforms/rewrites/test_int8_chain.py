@@ -237,7 +237,7 @@ class ActivationFirst(nn.Module):
         return result
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @torch.no_grad()
 def test_a_refused_script_leaves_the_results() -> None:
     """torch.jit.script comes to the activation before it comes to a layer in INT8."""

@@ -18,7 +18,7 @@ from tests.transforms.helpers import (
 )
 from transforms.rewrites.onednn_products import OneDNNLinear
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
 
 def make() -> nn.Sequential:

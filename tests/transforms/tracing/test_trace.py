@@ -102,7 +102,7 @@ def _scripted(x: Tensor) -> Tensor:
 
 @functools.cache
 def _script() -> Any:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with warnings.catch_warnings(action="ignore"):
         return torch.jit.script(_negative)
 
 
