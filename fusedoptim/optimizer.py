@@ -447,8 +447,11 @@ class FusedOptimizer(UpdateDefinition):
             ValueError: the checkpoint does not fit the groups, is of another kind of optimizer, or
                 has lost some of its state or of its lower halves. Nothing was changed then.
         """
+        is_over = False
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
+            if is_over:  # an interrupt has kept the hook of an earlier load
+                return
             states = {i: without_gaps(state) for i, state in final["state"].items()}
             split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
             final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
@@ -465,6 +468,7 @@ class FusedOptimizer(UpdateDefinition):
             try:
                 without_dynamo(super().load_state_dict)(state_dict)
             finally:
+                is_over, self._to_restore = True, ()  # an interrupt may come in the calls below
                 vars(self).pop("_to_restore", None)
                 handle.remove()
 

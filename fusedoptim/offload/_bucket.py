@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim._torch_private import is_flattened, mark_flattened
 from fusedoptim.offload._link import Link, views
@@ -74,6 +75,8 @@ class Bucket:
         self._with_grad: list[int] = []
         self._end_of_fetch: Any = None
         self._end_of_send: Any = None
+        self.hooks: list[RemovableHandle] = []
+        """The hooks on the parameters by which backward calls :meth:`arrive`."""
 
     def attach(self) -> None:
         """Give the device's parameters the dtype of the host's, which a split changes."""
@@ -84,6 +87,23 @@ class Bucket:
                 if grad is not None:
                     p.grad = grad.to(h.dtype)
         self._note_weights()
+
+    def detach(self, dtype: torch.dtype, grads: Sequence[Tensor | None]) -> None:
+        """Undo :meth:`attach`, wherever it was interrupted, and remove the hooks.
+
+        A hook that an interrupt has kept out of the list does nothing without its bucket.
+
+        Args:
+            dtype: the dtype that the parameters had.
+            grads: the gradients that they had.
+        """
+        for hook in self.hooks:
+            hook.remove()
+        for p, grad, exact in zip(self.params, grads, self.exact_values()):
+            if p.dtype != dtype:
+                p.data = torch.empty_like(p, dtype=dtype).copy_(exact)
+            if p.grad is not grad:
+                p.grad = grad
 
     def arrive(self, index: int) -> None:
         """Note that backward has made a gradient; copy all when the last one is there."""
@@ -270,6 +290,12 @@ class Bucket:
         self._end_of_send = self.link.mark()
         self._note_weights()
         self._fetched = [None] * len(self.params)  # their copies are complete
+
+    def exact_values(self) -> Iterator[Tensor]:
+        """Copies of the values that the host has, float32 if split."""
+        own: Callable[[], Iterator[Tensor]] | None
+        own = getattr(self.optimizer, "master_params", None)
+        return own() if own is not None else (h.detach().clone() for h in self.host)
 
     def is_split(self, host: Tensor) -> bool:
         """Whether one of ``host`` is the upper half of float32 values."""

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim._locks import between_steps, is_held, new_lock, refuse_nested
 from fusedoptim.offload._bucket import Bucket, own_options
@@ -25,6 +26,11 @@ from fusedoptim.step.tensors import Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
 __all__ = ["OffloadOptimizer"]
+
+_HALF_LOADED = (
+    "OffloadOptimizer: load_state_dict() was interrupted, and so was the return to the state "
+    "before; load a checkpoint of model and optimizer before the next step"
+)
 
 
 class OffloadOptimizer(Optimizer):
@@ -54,9 +60,11 @@ class OffloadOptimizer(Optimizer):
 
     Raises:
         TypeError: a parameter is sharded (DTensor) or has no memory, or ``optimizer_class`` does
-            not take it, or an argument is of a wrong type. Nothing was converted then.
+            not take it, or an argument is of a wrong type.
         ValueError: an argument is out of range, or a group has one that is for all groups.
         RuntimeError: parameters share memory.
+
+    If the constructor raises or is interrupted, no parameter was converted.
 
     Example:
         >>> import torch
@@ -112,9 +120,11 @@ class OffloadOptimizer(Optimizer):
         defaults = self._make([{"params": []}]).defaults
         self._is_complete = False
         super().__init__(params, defaults)
-        self._begin(self._buckets)  # once all groups are accepted
-        self._is_complete = True
         self.register_state_dict_post_hook(with_states)
+        self._load_hook = self.register_load_state_dict_pre_hook(load_states)
+        # Once all groups are accepted. It is the last call, as it undoes only its own interrupts.
+        self._begin(self._buckets)
+        self._is_complete = True
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as ``torch.optim.Optimizer.add_param_group`` does.
@@ -153,23 +163,34 @@ class OffloadOptimizer(Optimizer):
                 Bucket(self._link(params[0].device), params, options, self._make)
                 for params in self._cut([p for p in group["params"] if p not in known])
             ]
+            for bucket in new:
+                bucket.group = group
+                # Of a removed group whose parameters have changed: what the user has not deleted.
+                left = {p: self.state[p] for p in bucket.params if self.state.get(p)}
+                bucket.take_states(dict(bucket.states()) | left)
+            if self._is_complete:
+                self._begin(new)
+            self._buckets = kept + new
         except BaseException:
             del self.param_groups[number:]
             raise
-        for bucket in new:
-            bucket.group = group
-            # Of a removed group whose parameters have changed: what the user has not deleted.
-            left = {p: self.state[p] for p in bucket.params if self.state.get(p)}
-            bucket.take_states(dict(bucket.states()) | left)
-        if self._is_complete:
-            self._begin(new)
-        self._buckets = kept + new
         self._show_states()
 
     def _begin(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            bucket.attach()
-            self._register(bucket)
+        """Convert the parameters of new buckets, and let backward tell of their gradients.
+
+        An error or an interrupt changes nothing. The exact values are those of the host, as the
+        device may not have the memory to keep the old ones too.
+        """
+        before = [(b, b.params[0].dtype, [p.grad for p in b.params]) for b in buckets]
+        try:
+            for bucket in buckets:
+                bucket.attach()
+                self._register(bucket)
+        except BaseException:
+            for bucket, dtype, grads in before:
+                bucket.detach(dtype, grads)
+            raise
 
     def _cut(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
         """The parameters of each bucket."""
@@ -225,11 +246,12 @@ class OffloadOptimizer(Optimizer):
             if optimizer.copy_in_backward:
                 bucket.arrive(index)
 
+        # Before the first hook, so that an interrupt leaves none for ever.
+        weakref.finalize(self, _remove_all, bucket.hooks).atexit = False
         for i, p in enumerate(bucket.params):
             if p.requires_grad:
                 register: Any = p.register_post_accumulate_grad_hook
-                handle = register(functools.partial(hook, i))
-                weakref.finalize(self, handle.remove).atexit = False
+                bucket.hooks.append(register(functools.partial(hook, i)))
 
     @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -245,7 +267,8 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a parameter was moved or converted; or an earlier call failed halfway,
-                so weights may be of two different steps.
+                so weights may be of two different steps; or a load and the return to the state
+                before it were interrupted.
         """
         loss = None
         if closure is not None:
@@ -342,12 +365,15 @@ class OffloadOptimizer(Optimizer):
 
     def _show_states(self) -> None:
         """Show in ``state`` what the host has for the device's parameters."""
-        for bucket in self._buckets:
-            self.state.update(bucket.states())
+        states = {p: state for bucket in self._buckets for p, state in bucket.states()}
+        # All at once: if an interrupt left some out, the next step would take them for deleted.
+        self.state.update(states)
         self._shown, self._shown_count = dict(self.state), self._count_states()
 
     def _take_states(self) -> None:
         """Use what a user has made of ``state``."""
+        if self._torn is _HALF_LOADED:  # a hook of the load asks for a state_dict
+            return
         state, shown = self.state, self._shown
         if not (
             are_same_objects(state.values(), shown.values())
@@ -383,28 +409,32 @@ class OffloadOptimizer(Optimizer):
 
         Raises:
             ValueError: it does not fit the groups, or has lost some lower halves of split weights.
-                Nothing was changed then.
+                Nothing was changed then, nor after any other error or an interrupt.
         """
         with between_steps(self, "load_state_dict"):
             self._find_groups()
+            self._take_states()
             self._take_weights()
-            before = {"state": self.state, "param_groups": self.param_groups}
+            names = ("state", "param_groups", "_shown", "_shown_count", "_torn")
+            before = {name: getattr(self, name) for name in names} | {"_seen_groups": []}
             on_host = [(bucket.optimizer, bucket.contents()) for bucket in self._buckets]
-            handle = self.register_load_state_dict_pre_hook(load_states)  # the last to run
+            # It must be the last to run, and there once, though an interrupt may come here too.
+            self._load_hook.remove()
+            self._load_hook = self.register_load_state_dict_pre_hook(load_states)
             try:
+                self._torn = _HALF_LOADED
                 super().load_state_dict(state_dict)
+                self._find_groups()
+                for bucket in self._buckets:  # a class sets some options itself
+                    if bucket.group is not None:
+                        bucket.group.update(own_options(bucket.optimizer.param_groups[0]))
+                self._show_states()
+                self._torn = None
             except BaseException:
-                for optimizer, contents in [(self, before), *on_host]:
+                # This optimizer last: unless all is put back, it stays half loaded.
+                for optimizer, contents in [*on_host, (self, before)]:
                     optimizer.__setstate__(contents)
                 raise
-            finally:
-                handle.remove()
-            self._find_groups()
-            for bucket in self._buckets:  # a class sets some options itself
-                if bucket.group is not None:
-                    bucket.group.update(own_options(bucket.optimizer.param_groups[0]))
-            self._torn = None
-            self._show_states()
 
     def weights_changed(self) -> None:
         """Make the next step take all weights from the device.
@@ -438,9 +468,7 @@ class OffloadOptimizer(Optimizer):
             if bucket.group is None:
                 continue
             bucket.take_weights()
-            own = getattr(bucket.optimizer, "master_params", None)
-            values = own() if own is not None else (h.detach().clone() for h in bucket.host)
-            found.update(zip(bucket.params, values))
+            found.update(zip(bucket.params, bucket.exact_values()))
         for group in self.param_groups:
             for p in group["params"]:
                 yield found[p]
@@ -450,6 +478,11 @@ class OffloadOptimizer(Optimizer):
             "OffloadOptimizer cannot be copied or pickled, as its hooks are on the parameters; "
             "construct one for the copied model, and load the state_dict of this one"
         )
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _is_number(default: Any) -> bool:
