@@ -64,10 +64,10 @@ def test_checkpoint_of_split_tables_is_loaded_or_not(optimizer: str, steps_befor
     train(source, batches[:2])
     tables, checkpoint = source.state_dict(), source.optimizer().state_dict()
     train(first, batches[2 : 2 + steps_before])
-    first.load_state_dict(tables)
 
     def new(loads: bool) -> Any:
         module = copy.deepcopy(first)
+        module.load_state_dict(tables)
         if loads:
             module.optimizer().load_state_dict(checkpoint)
         return module
