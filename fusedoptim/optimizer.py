@@ -384,18 +384,16 @@ class FusedOptimizer(UpdateDefinition):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for p, saved, trail in self._to_restore:  # before torch's class takes the state over
-            if has_trail(saved):
-                self.halves.expect_values(p)
             restore_state(state["state"], p, saved, trail)
+        if self._to_restore:
+            coming = [(p, t, has_trail(s)) for p, s, t in self._to_restore if t is not None]
+            self.halves.expect_state(state["state"], coming)
         super().__setstate__(state)
         if not hasattr(self, "_lock"):  # copied or unpickled
             halves = self.halves
             self._set_up(self.max_grad_norm, self.split)
             self.halves = halves
         self.halves.belong_to(self)
-        for p, _, trail in self._to_restore:
-            if trail is not None:
-                self.halves.hold(p, trail)
         self._forget_plans()
         # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
         for group in self.param_groups:
@@ -452,7 +450,7 @@ class FusedOptimizer(UpdateDefinition):
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             if is_over:  # an interrupt has kept the hook of an earlier load
                 return
-            states = {i: without_gaps(state) for i, state in final["state"].items()}
+            states = {i: self._to_load(state) for i, state in final["state"].items()}
             split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
             final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
             self._check_checkpoint(final)
@@ -471,6 +469,10 @@ class FusedOptimizer(UpdateDefinition):
                 is_over, self._to_restore = True, ()  # an interrupt may come in the calls below
                 vars(self).pop("_to_restore", None)
                 handle.remove()
+
+    def _to_load(self, saved: Any) -> Any:
+        """What is loaded of a parameter's state in a checkpoint."""
+        return without_gaps(saved)
 
     def _trail_after_load(self, param: Tensor, saved: Any) -> Tensor | None:
         """The trail that a parameter will have once its ``saved`` state is loaded."""

@@ -23,7 +23,7 @@ from fusedoptim.step.checks import OPTIONS, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, State, state_dtype, update_order
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, state_dtype, update_order
 
 _LR = 0.01
 _SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
@@ -47,7 +47,22 @@ class BagOptimizer(FusedOptimizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._become_rule()
-        self._note_trails()
+        self._trails: list[Tensor] = []
+        """The lower halves of split tables."""
+        self._awaits_update = False
+        """Whether tables may get other values, to which their lower halves do not belong."""
+
+    def _split(self, groups: list[Group]) -> None:
+        """Leave it to :meth:`split_tables`."""
+
+    def split_tables(self) -> None:
+        """Split the tables, if they are to be split; an error or an interrupt splits none.
+
+        This is the last thing that a constructor does: an interrupt after it would lose the object,
+        and the lower halves with it.
+        """
+        if self.split:
+            self.halves.split_all(self._params(), self._note_trails)
 
     def _become_rule(self) -> None:
         """Set what the operator needs, in a new object or in a copy."""
@@ -58,16 +73,26 @@ class BagOptimizer(FusedOptimizer):
         self._absent = [item for item in sorted(self.defaults.items()) if item[0] not in taken]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if self._to_restore:
+            # torch's class takes all over by one store, so an interrupt leaves no mixture.
+            trails = [
+                self.halves.trail(weight) if trail is None else trail  # raises if it is lost
+                for weight, _, trail in self._to_restore
+                if self.split
+            ]
+            state = state | {"_trails": trails, "_awaits_update": self.split}
         super().__setstate__(state)
         if not hasattr(self, "number"):  # copied or unpickled
             self._become_rule()
-        # A checkpoint's state may be strided; kernels read no strides.
-        for own in self._states():
-            if _SUM in own:
-                own[_SUM] = own[_SUM].contiguous()
-        for weight in self.halves:
-            self.halves.hold(weight, self.halves.trail(weight).contiguous())
-        self._note_trails()
+            self._note_trails()
+
+    def _to_load(self, saved: Any) -> Any:
+        """A table's state without strides, which kernels do not read."""
+        saved = super()._to_load(saved)
+        if not isinstance(saved, dict):
+            return saved
+        arrays = {name: saved.get(name) for name in (_SUM, TRAIL)}
+        return saved | {k: v.contiguous() for k, v in arrays.items() if isinstance(v, Tensor)}
 
     def _states(self) -> list[State]:
         """The states of the tables; users may keep other things beside them."""
@@ -77,7 +102,6 @@ class BagOptimizer(FusedOptimizer):
         """Note the lower halves, which SGD's state lacks before the first update."""
         self._trails = [self.halves.trail(weight) for weight in self._params() if self.split]
         self._awaits_update = bool(self._trails)
-        """Whether tables may get other values, to which their lower halves do not belong."""
 
     def _show_trails(self) -> None:
         """Move the lower halves to the state, as the first step of other optimizers does."""

@@ -104,6 +104,8 @@ class MergedEmbeddingBag(torch.nn.Module):
     """
 
     __prepare_scriptable__ = refuse_script
+    _optimizer: BagOptimizer | None = None
+    _anchor: Tensor | None = None
 
     def __init__(
         self,
@@ -137,8 +139,6 @@ class MergedEmbeddingBag(torch.nn.Module):
         self._paddings = [-1 if bag.padding_idx is None else bag.padding_idx for bag in bags]
         options = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         given = {name: value for name, value in options.items() if value is not None}
-        self._optimizer: BagOptimizer | None = None
-        self._anchor: Tensor | None = None
         self._refusals: list[RemovableHandle] = []
         """The handles of the hooks of :func:`refuse_calls`."""
         for t, bag in enumerate(bags):
@@ -196,13 +196,23 @@ class MergedEmbeddingBag(torch.nn.Module):
         return iter(self._bags())
 
     def _update_by(self, optimizer: BagOptimizer) -> None:
-        """Let the backward pass, and nothing else, update the tables."""
+        """Let the backward pass, and nothing else, update the tables; the constructor's end."""
         self._optimizer = optimizer
         # It makes autograd run the backward pass. It is not a parameter, as it learns nothing.
         self._anchor = torch.zeros((), requires_grad=True)
-        for bag in self:
-            bag.weight.requires_grad_(False)
-        refuse_calls(self, "MergedEmbeddingBag", "merged(indices, offsets)")
+        first = RemovableHandle.next_id
+        try:
+            for bag in self:
+                bag.weight.requires_grad_(False)
+            refuse_calls(self, "MergedEmbeddingBag", "merged(indices, offsets)")
+            optimizer.split_tables()
+        except BaseException:  # an interrupt, too, leaves the tables as they were
+            for bag in self:
+                bag.weight.requires_grad_(True)
+                hooks = bag._forward_pre_hooks  # an interrupt may have lost the latest handle
+                for number in [number for number in hooks if number >= first]:
+                    del hooks[number]
+            raise
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze the tables, or train them again: with an optimizer, too.

@@ -8,8 +8,8 @@ four bytes; bfloat16 with a float32 master copy takes six.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,6 +159,15 @@ def _zero(trail: Tensor | None) -> None:
         trail.zero_()
 
 
+class _Trail(NamedTuple):
+    """The trail that a load brings for a parameter, or that the parameter keeps."""
+
+    param: Tensor
+    value: Tensor
+    is_loaded: bool
+    """Whether it is in the checkpoint, so that the upper half may be loaded later."""
+
+
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
@@ -177,6 +186,8 @@ class Halves:
 
     in_model: bool = False
     """Whether the exact values are in a model's state_dict, and no trails in the optimizer's."""
+    _coming: tuple[object, Sequence[_Trail]] | None = None
+    """The state that a load puts in force, and the trails that are in force from then on."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._trails: dict[Tensor, Tensor | None] = {}
@@ -258,6 +269,18 @@ class Halves:
             self.forget(param)
             raise
 
+    def expect_state(self, state: object, trails: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+        """Keep these trails from the moment when ``state`` is the optimizer's.
+
+        The optimizer's state is one object and these records are others, so no single store could
+        replace both. Whatever reads the records first does the rest, even after an interrupt.
+
+        Args:
+            state: the state that a load is about to put in force.
+            trails: each parameter, its trail, and whether the trail is in the checkpoint.
+        """
+        self._coming = state, [_Trail(*trail) for trail in trails]
+
     def expect_values(self, param: Tensor) -> None:
         """Leave the coming trail of ``param`` as it is when the upper half is written."""
         self._versions.pop(param, None)
@@ -272,6 +295,7 @@ class Halves:
 
     def note_values(self, param: Tensor) -> None:
         """Note that the trail of ``param`` belongs to its present values, if it took no step."""
+        self._read_state()
         is_first = param in self._versions or self._trails.get(param) is not None
         if is_first and not param.is_inference():
             self._versions[param] = param._version
@@ -284,6 +308,7 @@ class Halves:
 
     def have(self, trails: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
         """Whether parameters that have taken no step have these trails already."""
+        self._read_state()
         return all(
             param in self._versions
             and trail is not None
@@ -310,13 +335,22 @@ class Halves:
                 self._state[param][TRAIL] = trail
             raise
 
-    def split_all(self, params: Iterable[Tensor]) -> None:
-        """Split all that are not split yet; an error or an interrupt leaves none of them split."""
+    def split_all(
+        self, params: Iterable[Tensor], conclude: Callable[[], object] | None = None
+    ) -> None:
+        """Split all that are not split yet; an error or an interrupt leaves none of them split.
+
+        Args:
+            params: the parameters.
+            conclude: called at the end; if it is interrupted, none of them is split either.
+        """
         chosen = [p for p in dict.fromkeys(params) if p not in self]
         whole = {p for p in chosen if p.dtype == torch.float32}
         try:
             for p in chosen:
                 self.split(p)
+            if conclude is not None:
+                conclude()
         except BaseException:  # torch's out of memory is a RuntimeError
             for p in chosen:
                 if p in self and p in whole:
@@ -336,6 +370,7 @@ class Halves:
 
     def forget(self, param: Tensor) -> None:
         """Drop ``param``, if it is one of these, and its trail."""
+        self._read_state()  # or a coming trail would make it one of these again
         self._trails.pop(param, None)
         self._versions.pop(param, None)
         state = self._state.get(param, {})
@@ -355,10 +390,17 @@ class Halves:
                 self.forget(p)
 
     def _read_state(self) -> None:
-        """Find the state of the optimizer, which a user may have replaced."""
+        """Find the state of the optimizer, which a load or a user may have replaced."""
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
             self._state = optimizer.state
+        coming = self._coming
+        if coming is not None and coming[0] is self._state:
+            for trail in coming[1]:  # an interrupt leaves it to the next call, which repeats it
+                if trail.is_loaded:
+                    self._versions.pop(trail.param, None)
+                self._trails[trail.param] = trail.value
+            self._coming = None
 
     def find(self, param: Tensor) -> Tensor | None:
         """The trail of ``param``; None if it is not split, or if the optimizer has lost it."""

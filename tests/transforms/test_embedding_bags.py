@@ -11,10 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fusedoptim
+import transforms as transforms_package
 from fusedoptim import transforms
 from fusedoptim.nn import MergedEmbeddingBag
+from tests.interrupts import InterruptAt, polls_of
 from tests.tolerances import assert_as_exact
-from tests.transforms.helpers import assert_same_state, copied, fingerprint, through_torch_save
+from tests.transforms.helpers import (
+    assert_same_state,
+    copied,
+    fingerprint,
+    hooks,
+    through_torch_save,
+    without_addresses,
+)
 
 KNOB = "merge_embedding_bags"
 WIDTHS = (8, 16, 17)
@@ -120,6 +130,35 @@ def test_split_tables_become_what_they_were(dtype: torch.dtype) -> None:
     transforms.restore(model)
     assert_same_state(model.state_dict(), state)
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("package", [fusedoptim, transforms_package])
+def test_an_interrupted_merge_changes_nothing(package: Any) -> None:
+    """In either package; if it comes at the very end, the tables are merged and can be restored."""
+    model = Outer()
+    untouched = copy.deepcopy(model)
+
+    def merge() -> None:
+        merged(model, optimizer="adagrad", split=True, inplace=True)
+
+    merge()  # fills caches
+    model = copy.deepcopy(untouched)
+    since = "merge" if package is transforms_package else "__init__"
+    places = polls_of(merge, within=package, since=since)
+    assert len(places) > 20
+    for place in places[::5] + places[-5:]:
+        model = copy.deepcopy(untouched)
+        before = fingerprint(model)
+        with InterruptAt(place, "polls", within=package, since=since) as interrupt:
+            merge()
+        assert interrupt.has_raised
+        if isinstance(model.inner.tables, MergedEmbeddingBag):
+            transforms.restore(model)
+            assert_same_state(model.state_dict(), untouched.state_dict())
+        else:
+            assert without_addresses(fingerprint(model)) == without_addresses(before)
+        assert all(bag.weight.requires_grad for bag in model.inner.tables)
+        assert not hooks(model)
 
 
 def test_optimizer_trains_the_tables_and_restore_keeps_it() -> None:

@@ -43,9 +43,10 @@ def merge(
     container: Bags = getattr(parent, attribute)
     bags = [*container]
     dtypes = [bag.weight.dtype for bag in bags]
-    if options["optimizer"] is not None:
-        undo.callback(_set_trainable, bags)
-    merged = MergedEmbeddingBag.from_embedding_bags(bags, **options)
+    # Made in two steps: the object exists, and can be undone, before its tables are split.
+    merged = MergedEmbeddingBag.__new__(MergedEmbeddingBag)
+    undo.callback(_release, merged, dtypes)
+    merged.__init__(bags, **options)  # type: ignore[misc]  # it is of exactly this class
     merged.training = getattr(container, "training", parent.training)
     handles: Sequence[RemovableHandle] = []
     if options["optimizer"] is not None:
@@ -71,7 +72,7 @@ def _revert(parent: nn.Module) -> None:
             handle.remove()
         merged = getattr(parent, attribute, None)
         if isinstance(merged, MergedEmbeddingBag):  # else the user has replaced it
-            _release(merged, record)
+            _release(merged, record.dtypes)
             if isinstance(record.container, nn.ModuleList):
                 record.container.training = merged.training
             _put(parent, attribute, record.container)
@@ -79,12 +80,12 @@ def _revert(parent: nn.Module) -> None:
     vars(parent).pop(_MERGED, None)
 
 
-def _release(merged: MergedEmbeddingBag, record: _Merged) -> None:
+def _release(merged: MergedEmbeddingBag, dtypes: Sequence[torch.dtype]) -> None:
     """Give the tables their original form, with their current values."""
     optimizer = optimizer_of(merged)
     if optimizer is None:
         return
-    for bag, dtype in zip(merged, record.dtypes):
+    for bag, dtype in zip(merged, dtypes):
         if bag.weight in optimizer.halves and dtype == torch.float32:
             optimizer.halves.merge(bag.weight)
     _set_trainable([*merged], not is_frozen(merged))

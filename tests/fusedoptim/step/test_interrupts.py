@@ -203,6 +203,46 @@ def test_checkpoint_is_loaded_or_not(case: OptimizerCase) -> None:
     assert outcomes == {0, 1}
 
 
+@pytest.mark.parametrize("optimizer_class", [FusedSGD, FusedAdam])
+def test_first_checkpoint_of_split_parameters_is_loaded_or_not(optimizer_class: Any) -> None:
+    """Before the first step, after the upper halves were loaded: no trail of old values stays."""
+
+    def new(seed: int) -> Any:
+        values = numbers(7, seed=seed), numbers(3, 2, seed=seed + 1)
+        return optimizer_class([Parameter(value.clone()) for value in values], 0.1, split=True)
+
+    source = new(110)
+    make_gradients(params_of(source), 1)
+    source.step()
+    checkpoint, uppers = source.state_dict(), [p.detach().clone() for p in params_of(source)]
+
+    def ready() -> Any:
+        optimizer = new(120)
+        for p, upper in zip(params_of(optimizer), uppers):
+            p.data.copy_(upper)
+        return optimizer
+
+    def results(optimizer: Any) -> list[list[dict[str, Tensor]]]:
+        make_gradients(params_of(optimizer), 2)
+        exact = [{"exact": values} for values in optimizer.master_params()]
+        optimizer.step()
+        return [exact, everything(optimizer)]
+
+    loaded = ready()
+    loaded.load_state_dict(checkpoint)
+    expected = [results(ready()), results(loaded)]
+    outcomes = set()
+    load = functools.partial(ready().load_state_dict, checkpoint)
+    for interrupted in interrupts(load, "load_state_dict"):
+        optimizer = ready()
+        with interrupted:
+            optimizer.load_state_dict(checkpoint)
+        found = results(optimizer)
+        (which,) = [i for i, states in enumerate(expected) if all(map(is_same, found, states))]
+        outcomes.add(which)
+    assert outcomes == {0, 1}
+
+
 def _params(numel: int = 7) -> list[Parameter]:
     params = new_params(numel)
     make_gradients(params, 1)
