@@ -379,8 +379,12 @@ class FusedOptimizer(UpdateDefinition):
             yield self.halves.exact(p) if p in self.halves else p.detach().clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("max_grad_norm", "split", "halves")
-        return super().__getstate__() | {name: getattr(self, name) for name in names}
+        names = (
+            "halves",
+            "max_grad_norm",
+            "split",
+        )  # halves first: it may set trails in state to 0
+        return {name: getattr(self, name) for name in names} | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for p, saved, trail in self._to_restore:  # before torch's class takes the state over

@@ -369,6 +369,16 @@ class TestWrittenFromOutside:
             param.add_(1)
         assert torch.equal(optimizer.halves.trail(param), trail)
 
+    @pytest.mark.parametrize("cls", [FusedAdagrad, FusedAdam, FusedSGD])
+    @pytest.mark.parametrize("how", RELOADS)
+    def test_before_a_copy(self, cls: Any, how: str) -> None:
+        optimizer = cls([Parameter(torch.randn(50))], split=True)
+        with torch.no_grad():
+            params_of(optimizer)[0].copy_(torch.randn(50))
+        values = params_of(optimizer)[0].detach().float()
+        optimizer = RELOADS[how](optimizer)
+        assert torch.equal(next(optimizer.master_params()), values)
+
     def test_after_a_load(self) -> None:
         """The upper halves may be loaded after the lower ones."""
         saved = FusedAdam([Parameter(torch.randn(50))], split=True)
