@@ -77,7 +77,8 @@ class _CountingByGroup(AdaptedLamb):
             group[_STEP] += 1
 
     def _row_numbers(self, group: Group, numbers: Numbers, steps: Steps) -> dict[str, Steps]:
-        return super()._row_numbers(group, numbers, np.float64(group[_STEP]))
+        count = group.get(_STEP) or 1  # the first launch sets it, after the numbers were checked
+        return super()._row_numbers(group, numbers, np.float64(count))
 
     def _unsaved_state(self) -> set[str]:
         return super()._unsaved_state() | {_STEP}  # for each parameter; the plain class has none
