@@ -379,11 +379,7 @@ class FusedOptimizer(UpdateDefinition):
             yield self.halves.exact(p) if p in self.halves else p.detach().clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = (
-            "halves",
-            "max_grad_norm",
-            "split",
-        )  # halves first: it may set trails in state to 0
+        names = ("halves", "max_grad_norm", "split")  # halves first: it may zero trails in state
         return {name: getattr(self, name) for name in names} | super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
