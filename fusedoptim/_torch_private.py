@@ -57,6 +57,7 @@ __all__ = [
     "mark_flattened",
     "profiler_enabled",
     "proxy_mode",
+    "remove_hooks",
     "saved_tensors_hooks",
     "set_grad_enabled",
     "shard_spec",
@@ -254,6 +255,18 @@ def is_forward_mode() -> bool:
 def proxy_mode() -> Any:
     """What make_fx records operators with, as torch.compile and torch.export do; or None."""
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+
+
+def remove_hooks(model: torch.nn.Module, first: int) -> None:
+    """Remove the hooks that were registered since torch's handles had the number ``first``.
+
+    An interrupt may have lost the handle of the latest one.
+    """
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if "_hooks" in name and isinstance(hooks, dict):  # also those of hooks' options
+                for number in [number for number in hooks if number >= first]:
+                    del hooks[number]
 
 
 def is_exported() -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from fusedoptim._torch_private import remove_hooks
 from fusedoptim.nn._bag_arguments import OPTIONS, as_bag, check_alike, in_lists, options_of
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
 from fusedoptim.nn._scripting import refuse_script
@@ -209,9 +210,7 @@ class MergedEmbeddingBag(torch.nn.Module):
         except BaseException:  # an interrupt, too, leaves the tables as they were
             for bag in self:
                 bag.weight.requires_grad_(True)
-                hooks = bag._forward_pre_hooks  # an interrupt may have lost the latest handle
-                for number in [number for number in hooks if number >= first]:
-                    del hooks[number]
+            remove_hooks(self, first)
             raise
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:

@@ -97,8 +97,7 @@ class Bucket:
             dtype: the dtype that the parameters had.
             grads: the gradients that they had.
         """
-        for hook in self.hooks:
-            hook.remove()
+        remove_all(self.hooks)
         for p, grad, exact in zip(self.params, grads, self.exact_values()):
             if p.dtype != dtype:
                 p.data = torch.empty_like(p, dtype=dtype).copy_(exact)
@@ -327,6 +326,12 @@ class Bucket:
                 state.pop(h, None)
             elif own is not state.get(h):
                 state[h] = own
+
+
+def remove_all(hooks: Sequence[RemovableHandle]) -> None:
+    """Remove hooks, some of which may be removed already."""
+    for hook in hooks:
+        hook.remove()
 
 
 def own_options(group: Group) -> Group:

@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.utils.hooks import RemovableHandle
 
 from fusedoptim._locks import between_steps, is_held, new_lock, refuse_nested
-from fusedoptim.offload._bucket import Bucket, own_options
+from fusedoptim.offload._bucket import Bucket, own_options, remove_all
 from fusedoptim.offload._checkpoints import load_states, with_states
 from fusedoptim.offload._checks import check_arguments, check_param
 from fusedoptim.offload._link import Link
@@ -247,7 +246,7 @@ class OffloadOptimizer(Optimizer):
                 bucket.arrive(index)
 
         # Before the first hook, so that an interrupt leaves none for ever.
-        weakref.finalize(self, _remove_all, bucket.hooks).atexit = False
+        weakref.finalize(self, remove_all, bucket.hooks).atexit = False
         for i, p in enumerate(bucket.params):
             if p.requires_grad:
                 register: Any = p.register_post_accumulate_grad_hook
@@ -478,11 +477,6 @@ class OffloadOptimizer(Optimizer):
             "OffloadOptimizer cannot be copied or pickled, as its hooks are on the parameters; "
             "construct one for the copied model, and load the state_dict of this one"
         )
-
-
-def _remove_all(hooks: list[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _is_number(default: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,15 +159,6 @@ def _zero(trail: Tensor | None) -> None:
         trail.zero_()
 
 
-class _Trail(NamedTuple):
-    """The trail that a load brings for a parameter, or that the parameter keeps."""
-
-    param: Tensor
-    value: Tensor
-    is_loaded: bool
-    """Whether it is in the checkpoint, so that the upper half may be loaded later."""
-
-
 class Halves:
     """The parameters that an optimizer keeps in two halves.
 
@@ -186,7 +177,7 @@ class Halves:
 
     in_model: bool = False
     """Whether the exact values are in a model's state_dict, and no trails in the optimizer's."""
-    _coming: tuple[object, Sequence[_Trail]] | None = None
+    _coming: tuple[object, Sequence[tuple[Tensor, Tensor, bool]]] | None = None
     """The state that a load puts in force, and the trails that are in force from then on."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -269,7 +260,7 @@ class Halves:
             self.forget(param)
             raise
 
-    def expect_state(self, state: object, trails: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+    def expect_state(self, state: object, trails: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
         """Keep these trails from the moment when ``state`` is the optimizer's.
 
         The optimizer's state is one object and these records are others, so no single store could
@@ -277,9 +268,10 @@ class Halves:
 
         Args:
             state: the state that a load is about to put in force.
-            trails: each parameter, its trail, and whether the trail is in the checkpoint.
+            trails: each parameter, its trail, and whether the trail is in the checkpoint, so that
+                the upper half may be loaded later.
         """
-        self._coming = state, [_Trail(*trail) for trail in trails]
+        self._coming = state, trails
 
     def expect_values(self, param: Tensor) -> None:
         """Leave the coming trail of ``param`` as it is when the upper half is written."""
@@ -396,10 +388,11 @@ class Halves:
             self._state = optimizer.state
         coming = self._coming
         if coming is not None and coming[0] is self._state:
-            for trail in coming[1]:  # an interrupt leaves it to the next call, which repeats it
-                if trail.is_loaded:
-                    self._versions.pop(trail.param, None)
-                self._trails[trail.param] = trail.value
+            # An interrupt leaves it to the next call, which repeats it.
+            for param, trail, is_loaded in coming[1]:
+                if is_loaded:
+                    self.expect_values(param)
+                self._trails[param] = trail
             self._coming = None
 
     def find(self, param: Tensor) -> Tensor | None:

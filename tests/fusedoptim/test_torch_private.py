@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim import _torch_private
 from fusedoptim._torch_private import TensorGuards
@@ -231,6 +232,24 @@ def test_active_modes() -> None:
     assert _torch_private.active_modes() == []
     with FakeTensorMode() as mode:
         assert _torch_private.active_modes() == [mode]
+
+
+def test_remove_hooks() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    earlier = model[0].register_forward_hook(lambda *_: None)
+    first = RemovableHandle.next_id
+    model.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    model[0].register_full_backward_hook(lambda *_: None)
+    model[0].register_load_state_dict_post_hook(lambda *_: None)
+    _torch_private.remove_hooks(model, first)
+    found = [
+        number
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if "_hooks" in name and isinstance(hooks, dict)
+        for number in hooks
+    ]
+    assert found == [earlier.id]
 
 
 def test_is_exported() -> None:

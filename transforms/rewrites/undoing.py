@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fusedoptim._torch_private import remove_hooks
+
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
 
@@ -58,17 +60,5 @@ class Undo:
 def changes_to(model: nn.Module) -> Undo:
     """The changes of a call that rewrites a model; to undo them also removes new hooks."""
     undo = Undo()
-    undo.callback(_remove_hooks, model, RemovableHandle.next_id)
+    undo.callback(remove_hooks, model, RemovableHandle.next_id)
     return undo
-
-
-def _remove_hooks(model: nn.Module, first: int) -> None:
-    """Remove the hooks that were registered since torch's handles had the number ``first``.
-
-    An interrupt may have lost the handle of the latest one.
-    """
-    for module in model.modules():
-        for name, hooks in vars(module).items():
-            if "_hooks" in name and isinstance(hooks, dict):  # also those of hooks' options
-                for number in [number for number in hooks if number >= first]:
-                    del hooks[number]

@@ -102,7 +102,8 @@ def _scripted(x: Tensor) -> Tensor:
 
 @functools.cache
 def _script() -> Any:
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script`")
         return torch.jit.script(_negative)
 
 
