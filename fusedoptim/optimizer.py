@@ -34,20 +34,15 @@ from fusedoptim.step.checks import (
     describe,
     named_params,
 )
-from fusedoptim.step.hooks import with_hooks
+from fusedoptim.step.hooks import HookOfOneCall, with_hooks
 from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import CLIP_EPS, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
-from fusedoptim.step.state import restore_state, without_gaps, without_trails
+from fusedoptim.step.state import param_numbers, restore_state, without_gaps, without_trails
 from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
-
-
-def _numbers(state_dict: dict[str, Any]) -> list[Any]:
-    """The numbers that a state_dict gives the parameters, in their order."""
-    return [i for group in state_dict["param_groups"] for i in group["params"]]
 
 
 class FusedOptimizer(UpdateDefinition):
@@ -413,17 +408,19 @@ class FusedOptimizer(UpdateDefinition):
         unsaved = self._unsaved_state()
 
         def as_saved(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            params = list(zip(_numbers(state_dict), self._params()))
+            params = list(zip(param_numbers(state_dict), self._params()))
             state_dict["state"] = saved_states(self.halves, state_dict["state"], params, unsaved)
 
         # The lock, as torch iterates over the hooks, which another thread's call changes.
         with between_steps(self, "state_dict"):
-            handle = self.register_state_dict_post_hook(as_saved, prepend=True)
+            hook = HookOfOneCall(as_saved)
             try:
+                hook.handle = self.register_state_dict_post_hook(hook, prepend=True)
                 state_dict: dict[str, Any] = without_dynamo(super().state_dict)()
                 return state_dict
             finally:
-                handle.remove()
+                hook.is_over = True
+                hook.remove()
 
     def _unsaved_state(self) -> set[str]:
         """The names of the state that :meth:`state_dict` leaves out."""
@@ -445,13 +442,12 @@ class FusedOptimizer(UpdateDefinition):
             ValueError: the checkpoint does not fit the groups, is of another kind of optimizer, or
                 has lost some of its state or of its lower halves. Nothing was changed then.
         """
-        is_over = False
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
-            if is_over:  # an interrupt has kept the hook of an earlier load
-                return
             states = {i: self._to_load(state) for i, state in final["state"].items()}
-            split = [(i, p) for i, p in zip(_numbers(final), self._params()) if self.is_split(p)]
+            split = [
+                (i, p) for i, p in zip(param_numbers(final), self._params()) if self.is_split(p)
+            ]
             final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
             self._check_checkpoint(final)
             saved = list(self._saved(final))
@@ -461,14 +457,16 @@ class FusedOptimizer(UpdateDefinition):
                 saved = list(self._saved(final))
             self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in saved]
 
+        hook = HookOfOneCall(check)  # the last before torch reads the checkpoint
         with between_steps(self, "load_state_dict"):  # torch iterates over the hooks here too
-            handle = self.register_load_state_dict_pre_hook(check)  # the last before torch reads it
             try:
+                hook.handle = self.register_load_state_dict_pre_hook(hook)
                 without_dynamo(super().load_state_dict)(state_dict)
             finally:
-                is_over, self._to_restore = True, ()  # an interrupt may come in the calls below
+                hook.is_over = True
+                self._to_restore = ()  # an interrupt may come in the calls below
                 vars(self).pop("_to_restore", None)
-                handle.remove()
+                hook.remove()
 
     def _to_load(self, saved: Any) -> Any:
         """What is loaded of a parameter's state in a checkpoint."""
@@ -496,5 +494,5 @@ class FusedOptimizer(UpdateDefinition):
 
     def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Each parameter with the state that a state_dict has for it."""
-        ids = _numbers(state_dict)
+        ids = param_numbers(state_dict)
         return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]

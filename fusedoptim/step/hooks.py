@@ -1,4 +1,4 @@
-"""torch's step hooks and profiler range around a step, without cost while none are registered."""
+"""Hooks of an optimizer: torch's around a step, at no cost while there are none, and our own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fusedoptim._torch_private import (
     disable_dynamo,
@@ -61,3 +62,27 @@ def _leads_to(method: Any, wrapper: object) -> bool:
     while method is not None and method is not wrapper:
         method = getattr(method, "__wrapped__", None)
     return method is wrapper
+
+
+class HookOfOneCall:
+    """A hook that an optimizer has during one call, at whose end ``is_over`` is set.
+
+    An interrupt may come where torch registers the hook or removes it. A hook that stays does
+    nothing from then on.
+    """
+
+    is_over = False
+    handle: RemovableHandle | None = None
+
+    def __init__(self, function: Callable[[Optimizer, dict[str, Any]], None]) -> None:
+        self._function = function
+
+    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Be called by torch."""
+        if not self.is_over:
+            self._function(optimizer, state_dict)
+
+    def remove(self) -> None:
+        """Remove the hook, if it was registered."""
+        if self.handle is not None:
+            self.handle.remove()

@@ -159,6 +159,11 @@ def _state_tensor(
     return memory_of(value.to(target.device, dtype), target)
 
 
+def param_numbers(state_dict: dict[str, Any]) -> list[Any]:
+    """The numbers that a state_dict gives the parameters, in their order."""
+    return [i for group in state_dict["param_groups"] for i in group["params"]]
+
+
 def as_saved_state(state: Any, unsaved: Set[str]) -> Any:
     """A parameter's state, or anything else that users keep in the state, as a checkpoint has it.
 

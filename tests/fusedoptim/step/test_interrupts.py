@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,14 +34,16 @@ from tests.optimizer_cases import (
 )
 
 
-def interrupts(call: Callable[[], object], since: str) -> Iterator[InterruptAt]:
+def interrupts(
+    call: Callable[[], object], since: str, within: ModuleType = fusedoptim
+) -> Iterator[InterruptAt]:
     """Interrupts at each place of a call from the start of a function on.
 
     The call is made once without an interrupt. Each interrupt is for the same call on objects like
     those before it, so it takes the same path.
     """
-    for place in polls_of(call, within=fusedoptim, since=since):
-        interrupt = InterruptAt(place, "polls", within=fusedoptim, since=since)
+    for place in polls_of(call, within=within, since=since):
+        interrupt = InterruptAt(place, "polls", within=within, since=since)
         yield interrupt
         assert interrupt.has_raised, f"another path was taken before {place}"
 
@@ -241,6 +244,41 @@ def test_first_checkpoint_of_split_parameters_is_loaded_or_not(optimizer_class: 
         (which,) = [i for i, states in enumerate(expected) if all(map(is_same, found, states))]
         outcomes.add(which)
     assert outcomes == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("start", "module"),
+    [
+        ("load_state_dict", fusedoptim),
+        ("state_dict", fusedoptim),
+        ("__init__", torch.utils.hooks),
+    ],
+    ids=["load_state_dict", "state_dict", "RemovableHandle"],
+)
+def test_hooks_that_an_interrupt_kept_do_nothing(start: str, module: ModuleType) -> None:
+    """A checkpoint is loaded and saved after another load or save was interrupted."""
+
+    def new(seed: int) -> FusedSGD:
+        values = numbers(7, seed=seed), numbers(3, 2, seed=seed + 1)
+        params = [Parameter(value.clone()) for value in values]
+        optimizer = FusedSGD(params, 0.1, momentum=0.9, split=True)
+        make_gradients(params, seed)
+        optimizer.step()
+        return optimizer
+
+    first, second = (new(seed).state_dict() for seed in (1, 2))
+
+    def load_and_save(optimizer: FusedSGD, state_dict: dict[str, Any]) -> dict[str, Any]:
+        optimizer.load_state_dict(state_dict)
+        return optimizer.state_dict()
+
+    for interrupted in interrupts(functools.partial(load_and_save, new(3), first), start, module):
+        optimizer = new(3)
+        with interrupted:
+            load_and_save(optimizer, first)
+        saved = load_and_save(optimizer, second)
+        states = [list(state_dict["state"].values()) for state_dict in (saved, second)]
+        assert is_same(*states), "another state was saved than was loaded"
 
 
 def _params(numel: int = 7) -> list[Parameter]:
