@@ -47,6 +47,9 @@ class Rule(Protocol):
     def begin_pass(self) -> None:
         """Prepare a forward pass; raise if it is of replicas whose tables must stay equal."""
 
+    def state_lists(self, weights: Tensors) -> tuple[Tensors, Tensors]:
+        """The current state of tables: sums and lower halves, each for all tables or none."""
+
 
 _rules: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
 _next_number = itertools.count()
@@ -193,6 +196,8 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:
 
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     weights, sums, trails = ctx.weights, ctx.sums, ctx.trails
+    if hasattr(ctx, "batch"):  # not compiled: a checkpoint may have been loaded in between
+        sums, trails = ctx.rule.state_lists(weights)
     read, indices, offsets, samples = saved_lists(ctx)
     means, paddings, last, rule = ctx.options
     of_samples = None

@@ -60,6 +60,32 @@ class TestOptimizer:
             train(one, batches[2:])
         assert all(map(torch.equal, weights_of(module), weights_of(resumed)))
 
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize("split", [False, True])
+    @pytest.mark.parametrize("used", [1, len(ROWS)])
+    def test_checkpoint_that_is_loaded_before_the_backward_pass(
+        self, optimizer: str, split: bool, used: int
+    ) -> None:
+        source = new_module(optimizer, lr=LR, split=split)
+        batches = new_batches(source)
+        train(source, batches)
+        late = new_module(optimizer, lr=LR, split=split)
+        train(late, batches[:1])
+        early, states = copy.deepcopy(late), []
+        for module in late, early:
+            checkpoint = copy.deepcopy(source.optimizer().state_dict())
+            if module is early:
+                module.optimizer().load_state_dict(checkpoint)
+            loss = torch.stack([y.square().sum() for y in module(*batches[1][0])[:used]]).sum()
+            if module is late:
+                module.optimizer().load_state_dict(checkpoint)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            state = module.optimizer().state_dict()["state"]
+            states.append([tensor for _, of in sorted(state.items()) for tensor in of.values()])
+        assert all(map(torch.equal, weights_of(late), weights_of(early)))
+        assert all(map(torch.equal, *states))
+
     def test_learning_rate_of_a_scheduler(self) -> None:
         module, bags = new_module("sgd", lr=LR), new_bags(ROWS)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
