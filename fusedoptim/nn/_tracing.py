@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import fx, nn
@@ -17,7 +18,9 @@ def traced_call(module: nn.Module, *args: Any) -> Any:
         RuntimeError: the module has hooks of its calls. They have seen this one already, and would
             see it again whenever the traced model runs.
     """
-    tracer = next((arg.tracer for arg in args if isinstance(arg, fx.Proxy)), None)
+    lists = (arg if isinstance(arg, (list, tuple)) else [arg] for arg in args)
+    every = itertools.chain.from_iterable(lists)
+    tracer = next((arg.tracer for arg in every if isinstance(arg, fx.Proxy)), None)
     if not isinstance(tracer, fx.Tracer) or module is tracer.root:
         return None
     path = tracer.path_of_module(module)

@@ -15,6 +15,7 @@ from fusedoptim.nn._bag_arguments import OPTIONS, as_bag, check_alike, in_lists,
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
 from fusedoptim.nn._scripting import refuse_script
 from fusedoptim.nn._single_bags import check_plain, check_stored, refusal
+from fusedoptim.nn._tracing import traced_call
 from fusedoptim.ops._embedding_bags import bags_of_tables
 from fusedoptim.ops._updated_bags import updated_embedding_bags
 
@@ -278,6 +279,9 @@ class MergedEmbeddingBag(torch.nn.Module):
             ValueError: a shape does not fit.
             TypeError: a dtype does not fit.
         """
+        traced: list[Tensor] | Tensor | None = traced_call(self, input, offsets, per_sample_weights)
+        if traced is not None:
+            return traced
         is_joined = isinstance(input, Tensor)
         indices, starts, samples = in_lists(
             input, offsets, per_sample_weights, len(self), self.include_last_offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,34 @@ def test_a_module_is_one_call(make: Callable[[], nn.Module], is_training: bool) 
     assert torch.equal(traced(x), traced(x))
     if model.ours._get_name() in ("Dropout", "AlphaDropout", "MultiheadAttention"):
         assert not torch.equal(traced.train()(x), traced(x))
+
+
+class BagModel(nn.Module):
+    """Merged bags before a Linear, given tensors or lists of them."""
+
+    def __init__(self, are_lists: bool) -> None:
+        super().__init__()
+        self.ours = ours.MergedEmbeddingBag([(5, 8), (7, 8)], optimizer="sgd", lr=0.1)
+        self.linear = nn.Linear(16, 1)
+        self.are_lists = are_lists
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Any:
+        if self.are_lists:
+            bags = self.ours([indices[:4], torch.tensor([6, 1])], [offsets[:2], offsets[2:] - 4])
+            return self.linear(torch.cat([bags[0], bags[1]], 1))
+        return self.linear(self.ours(indices, offsets))
+
+
+@pytest.mark.parametrize("are_lists", [False, True])
+def test_merged_bags_are_one_call(are_lists: bool) -> None:
+    model = BagModel(are_lists)
+    bags = torch.tensor([4, 0, 1, 1, 6, 1]), torch.tensor([0, 3, 4, 5])
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert calls == ["ours", "linear"]
+    for each in (model, traced):
+        each(*bags).sum().backward()
+    assert torch.equal(model(*bags), traced(*bags))
 
 
 def test_a_model_that_optimize_prepared() -> None:
