@@ -38,7 +38,7 @@ from fusedoptim.step.hooks import HookOfOneCall, with_hooks
 from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
-from fusedoptim.step.scalars import CLIP_EPS, common_factor
+from fusedoptim.step.scalars import CLIP_EPS, TakesScale, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
 from fusedoptim.step.state import param_numbers, restore_state, without_gaps, without_trails
 from fusedoptim.step.step_counts import KEY
@@ -59,8 +59,7 @@ class FusedOptimizer(UpdateDefinition):
 
     fused = True
     """IPEX sets the same attribute on its fused optimizers."""
-    _step_supports_amp_scaling = True
-    """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+    _step_supports_amp_scaling = TakesScale()
     _of_all_groups: tuple[str, ...] = ("max_grad_norm", "split")
     """The constructor's arguments that no group can have, each an attribute of the same name."""
     _clip_eps = CLIP_EPS
@@ -167,7 +166,7 @@ class FusedOptimizer(UpdateDefinition):
         state = self.state
         self._plan.update(state, self.param_groups, self._rule)
         plans = self._plan.groups
-        found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
+        found_inf: Tensor | int | None = getattr(self, "found_inf", None)  # a GradScaler's
         mesh_sums = self._plan.mesh_sums
         if found_inf is not None and not mesh_sums and found_inf:
             return False

@@ -19,7 +19,7 @@ from fusedoptim.offload._link import Link
 from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.plan import PIECES
-from fusedoptim.step.scalars import CLIP_EPS, common_factor
+from fusedoptim.step.scalars import CLIP_EPS, TakesScale, common_factor
 from fusedoptim.step.sharding import is_piece
 from fusedoptim.step.tensors import Group, State, update_order
 from fusedoptim.step.unchanged import are_same_objects
@@ -82,8 +82,7 @@ class OffloadOptimizer(Optimizer):
     state_dict has the form of ``optimizer_class``'s, and each class loads the other's.
     """
 
-    _step_supports_amp_scaling = True
-    """GradScaler leaves it to the step to unscale, and to skip a step with infinities."""
+    _step_supports_amp_scaling = TakesScale()
     _is_between_steps = False
     """Whether a thread holds the lock, but not for a step."""
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from fusedoptim._torch_private import is_flattened
 from fusedoptim.split.hooks import check_no_hooks
 from fusedoptim.split.pages import CHUNK, has_sole_owner, release_pages
+from fusedoptim.step.checks import is_called_from
 from fusedoptim.step.modes import check_not_traced, on_memory
 from fusedoptim.step.sharding import is_dtensor, is_partial, like_param, local_of
 from fusedoptim.step.tensors import (
@@ -28,6 +29,8 @@ from fusedoptim.step.tensors import (
     new_state,
     update_order,
 )
+
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def check_splittable(
@@ -65,6 +68,11 @@ def check_splittable(
             raise TypeError(
                 f"{what} is {p.dtype}; split parameters are bfloat16, or float32 to be converted: "
                 "convert the model with model.float() or model.bfloat16()"
+            )
+        if p.dtype == torch.float32 and is_called_from(_ZERO) and distributed.get_world_size() > 1:
+            raise TypeError(
+                f"{what} is float32, and ZeroRedundancyOptimizer would split it in one process "
+                "alone; call model.bfloat16() before constructing the optimizer"
             )
         if p.dtype == torch.float32 and p.grad is not None and p.grad.shape != p.shape:
             raise RuntimeError(

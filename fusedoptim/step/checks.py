@@ -299,14 +299,19 @@ def check_half(optimizer: str, candidate: Candidate) -> None:
         )
 
 
+def is_called_from(module: str) -> bool:
+    """Whether a function of a module is among the callers."""
+    frames = map(operator.itemgetter(0), traceback.walk_stack(None))
+    callers = map(operator.methodcaller("get", "__name__"), map(_globals_of, frames))
+    return module in sys.modules and module in callers
+
+
 def check_not_averaged(optimizer: str) -> None:
     """Raise if torch's PostLocalSGDOptimizer takes a step of split parameters.
 
     Nothing that it does is visible in the optimizer that it wraps, except that it calls ``step()``.
     """
-    frames = map(operator.itemgetter(0), traceback.walk_stack(None))
-    callers = map(operator.methodcaller("get", "__name__"), map(_globals_of, frames))
-    if _AVERAGING in sys.modules and _AVERAGING in callers:
+    if is_called_from(_AVERAGING):
         raise RuntimeError(
             f"{optimizer}: PostLocalSGDOptimizer would average only the upper halves of split "
             "parameters; pass it an optimizer of float32 parameters, without split"

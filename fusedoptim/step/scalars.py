@@ -13,9 +13,26 @@ import torch
 from torch import Tensor
 
 from fusedoptim.step.rule import Numbers
+from fusedoptim.step.sharding import is_piece
 
 CLIP_EPS = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by."""
+
+
+class TakesScale:
+    """Whether GradScaler leaves it to the step to unscale, and to skip a step with infinities.
+
+    Not if other processes have parts of the parameters, since FullyShardedDataParallel's scaler
+    tells them of infinities only when it unscales itself.
+    """
+
+    def __get__(self, optimizer: Any, owner: object = None) -> bool:
+        if optimizer is None:
+            return True
+        return not any(is_piece(p) for group in optimizer.param_groups for p in group["params"])
+
+    def __set__(self, optimizer: object, value: bool) -> None:
+        """Ignore what torch's classes set with ``fused=True``."""
 
 
 def number(value: Any) -> float:

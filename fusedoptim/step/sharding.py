@@ -323,14 +323,15 @@ def mesh_sums(params: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[M
 def over_meshes(
     sums: Sequence[MeshSum],
     squares: Sequence[tuple[Spread | None, Tensor]],
-    found_inf: Tensor | None,
-) -> tuple[list[tuple[Spread | None, Tensor]], Tensor | None]:
+    found_inf: Tensor | int | None,
+) -> tuple[list[tuple[Spread | None, Tensor]], Tensor | int | None]:
     """Turn numbers about this process's gradients into numbers about all gradients.
 
     Args:
         sums: the optimizer's sums.
         squares: 0-d tensors: sums of squares over parameters that are spread alike.
-        found_inf: whether there are infinities, a number for each process; None if not asked for.
+        found_inf: whether there are infinities, a number for each process, an int if that has no
+            gradients; None if not asked for.
 
     Returns:
         squares whose sum is the sum over all gradients, and whether any process has an infinity.
@@ -343,7 +344,7 @@ def over_meshes(
             if spread is not None and each.includes(spread) and each.contributes(spread):
                 values[0] += square.to(each.device)
         if found_inf is not None:
-            values[1] = found_inf.to(each.device)
+            values[1] = found_inf
         each.add_up(values, [])
         each.check_same(values[2])
         whole.append((None, values[0]))

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     fully_shard,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim import FusedAdamW, FusedLamb
@@ -41,6 +42,7 @@ from tests.fusedoptim.distributed.training import (
     assert_trained,
     batches,
     checked_updates,
+    fsdp1,
     loss_of,
     make,
     new_model,
@@ -49,6 +51,7 @@ from tests.fusedoptim.distributed.training import (
 )
 from tests.fusedoptim.helpers import bits, refused
 from tests.optimizer_cases import (
+    ADAGRAD,
     ADAMW,
     CASES,
     LAMB,
@@ -312,6 +315,21 @@ def test_zero_redundancy() -> None:
 
 
 @on_processes(2)
+def test_zero_redundancy_of_float32_is_not_split() -> None:
+    """Each process would convert the parameters that it updates, and no others."""
+    for as_views in (False, True):
+        model = new_model()
+        with pytest.raises(TypeError, match=r"is float32, and ZeroRedundancy.*model\.bfloat16"):
+            ZeroRedundancyOptimizer(
+                model.parameters(),
+                optimizer_class=FusedAdamW,
+                parameters_as_bucket_view=as_views,
+                split=True,
+            )
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@on_processes(2)
 def test_zero_redundancy_with_overlap_is_refused() -> None:
     """torch refuses it, as it has functional versions of its own classes only."""
     for case in CASES:
@@ -396,51 +414,6 @@ def test_after_clip_grad_norm() -> None:
         assert_trained(model, case, limit=0.1)
 
 
-def fsdp1(model: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-@on_processes(2)
-def test_fsdp1() -> None:
-    """FSDP1's parameters are pieces without a mesh; updates that need no norm are right."""
-    for case in (case for case in WHOLE_CASES if case.is_elementwise):
-        model = fsdp1(new_model())
-        train(model, make(case, model))
-        with FullyShardedDataParallel.summon_full_params(model):
-            assert_trained(model, case)
-
-
-@on_processes(2)
-def test_norms_of_fsdp1_are_refused() -> None:
-    model = fsdp1(new_model())
-    loss_of(model, next(own_batches())).backward()
-    for optimizer in (
-        make(LAMB, model),
-        ADAMW.make(model.parameters(), lr=0.1, max_grad_norm=1.0),
-    ):
-        with pytest.raises(RuntimeError, match="fully_shard"):
-            optimizer.step()
-
-
-@on_processes(2)
-def test_split_of_fsdp1_is_refused() -> None:
-    """It would train, but torch could not save the lower halves."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = fsdp1(new_model().to(dtype))
-        with pytest.raises(TypeError, match="use fully_shard"):
-            FusedAdamW(model.parameters(), split=True)
-        assert {p.dtype for p in model.parameters()} == {dtype}
-
-
-@on_processes(1)
-def test_norms_of_fsdp1_in_one_process() -> None:
-    """Norms are right in one process, as no other one has a part of the parameters."""
-    for case in (LAMB, ADAMW):
-        model = fsdp1(new_model())
-        train(model, case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=0.1))
-        assert_trained(model, case, limit=0.1)
-
-
 @on_processes(2)
 def test_post_local_sgd() -> None:
     """Each process trains alone, and the averager averages the weights of all."""
@@ -475,3 +448,47 @@ def test_post_local_sgd_of_split_weights_is_refused() -> None:
         with refused(local, RuntimeError, "upper halves of split parameters"):
             optimizer.step()
         local.step()
+
+
+@on_processes(2)
+def test_fsdp1() -> None:
+    """FSDP1's parameters are pieces without a mesh; updates that need no norm are right."""
+    for case in (case for case in WHOLE_CASES if case.is_elementwise):
+        model = fsdp1(new_model())
+        train(model, make(case, model))
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert_trained(model, case)
+
+
+@on_processes(2)
+def test_infinities_of_fsdp1_skip_the_step_of_all() -> None:
+    """ShardedGradScaler tells all processes of them."""
+    for case, host in itertools.product((ADAMW, ADAGRAD), (False, True)):
+        model = fsdp1(new_model())
+        scaler = ShardedGradScaler(device="cpu", init_scale=4.0)
+        if host:
+            optimizer: Any = OffloadOptimizer(model.parameters(), case.cls, **case.kwargs[-1])
+        else:
+            optimizer = make(case, model)
+        for is_infinite in (False, True, False):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, next(own_batches()))).backward()
+            if is_infinite and rank() == 0:
+                next(p for p in model.parameters() if p.numel()).grad.view(-1)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            own = [p for p in model.parameters() if p.numel()]
+            is_same = all(map(torch.equal, before, model.parameters()))
+            assert is_same == (is_infinite or not own), (rank(), is_infinite)
+        assert scaler.get_scale() == 2.0
+
+
+@on_processes(2)
+def test_split_of_fsdp1_is_refused() -> None:
+    """It would train, but torch could not save the lower halves."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = fsdp1(new_model().to(dtype))
+        with pytest.raises(TypeError, match="use fully_shard"):
+            FusedAdamW(model.parameters(), split=True)
+        assert {p.dtype for p in model.parameters()} == {dtype}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,9 +21,18 @@ from tests.fusedoptim.distributed.helpers import (
     whole,
 )
 from tests.fusedoptim.distributed.processes import on_processes
+from tests.fusedoptim.distributed.training import (
+    assert_trained,
+    fsdp1,
+    loss_of,
+    make,
+    new_model,
+    own_batches,
+    train,
+)
 from tests.fusedoptim.helpers import new_scaler
 from tests.interrupts import InterruptAt
-from tests.optimizer_cases import WHOLE_CASES
+from tests.optimizer_cases import ADAMW, LAMB, WHOLE_CASES
 
 
 def two_groups(mesh: Any, places: list[Any], **options: Any) -> FusedLamb:
@@ -89,6 +99,17 @@ def scaled(p: Tensor, value: float, bad: bool) -> Tensor:
 
 
 @on_processes(2)
+def test_step_of_a_scaler_without_gradients() -> None:
+    """Of the infinities of no gradients, torch passes the sum of an empty list, an int."""
+    for case in WHOLE_CASES:
+        p = Parameter(distribute_tensor(torch.ones(4), flat_mesh(), [Shard(0)]))
+        optimizer = case.make([p], lr=0.1, max_grad_norm=1.0)
+        scaler = new_scaler(4.0)
+        scaler.step(optimizer)
+        assert whole(p).eq(1).all()
+
+
+@on_processes(2)
 def test_infinity_of_one_process_skips_the_step_of_all() -> None:
     """All skip the step even if torch's reduction by the first gradient's placements misses it."""
     mesh = flat_mesh()
@@ -144,3 +165,24 @@ def test_interrupted_process_takes_each_collective_once() -> None:
         if not going_on:
             assert n > 20
             break
+
+
+@on_processes(2)
+def test_norms_of_fsdp1_are_refused() -> None:
+    model = fsdp1(new_model())
+    loss_of(model, next(own_batches())).backward()
+    for optimizer in (
+        make(LAMB, model),
+        ADAMW.make(model.parameters(), lr=0.1, max_grad_norm=1.0),
+    ):
+        with pytest.raises(RuntimeError, match="fully_shard"):
+            optimizer.step()
+
+
+@on_processes(1)
+def test_norms_of_fsdp1_in_one_process() -> None:
+    """Norms are right in one process, as no other one has a part of the parameters."""
+    for case in (LAMB, ADAMW):
+        model = fsdp1(new_model())
+        train(model, case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=0.1))
+        assert_trained(model, case, limit=0.1)

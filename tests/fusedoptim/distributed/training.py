@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fusedoptim import FusedAdamW, FusedLamb
 from tests.fusedoptim.distributed.helpers import Block, computed_once, rank, size, whole
@@ -78,6 +79,11 @@ def assert_trained(model: nn.Module, case: OptimizerCase, limit: float | None = 
     """Assert that the weights are those after training in one process."""
     weights = [whole(p) for p in model.parameters()]
     assert_as_exact(weights, trained_alone(case.name, limit), torch.float32)
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    """The parameters become pieces of flat ones, without a mesh."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def make(case: OptimizerCase, model: nn.Module, **options: Any) -> Any:
