@@ -80,22 +80,34 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
     # torch.compile does not capture torch's own modules, such as Sequential, if the call begins in
     # their code, as with Module.compile.
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not hooks.name:  # read here, so that torch.compile compares it
+        if not hooks.name:  # read here, so that a capture of a model around this one compares it
             raise AssertionError
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
 
-    # All models share this function's code, and torch limits the recompilations of one code.
-    compile_: Any = torch.compile  # its overloads lack these arguments
-    compiled = compile_(
-        called, backend=backend, isolate_recompiles=True, recompile_limit=_MOST_CAPTURES
-    )
+    def compiled_for_hooks() -> Callable[..., Any]:
+        """What runs the calls while the model has its present hooks.
+
+        Where torch cannot capture a call as a whole, it captures functions that do not compare
+        the name of the hooks. Each torch.compile() has captures of its own.
+        """
+        if hooks.name not in compiled:
+            if len(compiled) == _MOST_CAPTURES:
+                return called
+            # All models share this function's code, and torch limits the recompilations of a code.
+            compile_: Any = torch.compile  # its overloads lack these arguments
+            compiled[hooks.name] = compile_(
+                called, backend=backend, isolate_recompiles=True, recompile_limit=_MOST_CAPTURES
+            )
+        return compiled[hooks.name]
+
+    compiled: dict[str, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
-            if tracing_state() is not None:  # torch.jit.trace refuses what torch.compile made
-                return called(*args, **kwargs)
-            hooks.look()
-        return compiled(*args, **kwargs)
+        # Within a capture of a model around this one. torch.jit.trace refuses what is compiled.
+        if torch.compiler.is_dynamo_compiling() or tracing_state() is not None:
+            return called(*args, **kwargs)
+        hooks.look()
+        return compiled_for_hooks()(*args, **kwargs)
 
     forget_once = weakref.finalize(model, forget)
     forget_once.atexit = False

@@ -96,8 +96,17 @@ def test_hooks_run() -> None:
     assert seen
 
 
-def test_hooks_come_and_go_after_the_first_call() -> None:
-    model, x = randomise(Residual()), images()
+class Interrupted(Residual):
+    """torch captures its forward in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return super().forward(x + y.sum() * 1e-3) if y.sum() < 1e9 else y
+
+
+@pytest.mark.parametrize("make", [Residual, Interrupted])
+def test_hooks_come_and_go_after_the_first_call(make: type[Residual]) -> None:
+    model, x = randomise(make()), images()
     ours = transforms.optimize(model, graph_mode=True, sample_input=x)
 
     def register(hooked: Any) -> list[Any]:
@@ -122,6 +131,24 @@ def test_hooks_come_and_go_after_the_first_call() -> None:
         ours(x)
     handle.remove()
     assert len(seen) == 2 * expected > 0
+
+
+def test_many_changes_of_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures of earlier hooks stay in torch, so there is a limit; then nothing is captured."""
+    monkeypatch.setattr("transforms.rewrites.compiled_call._MOST_CAPTURES", 2)
+    model, x = randomise(Residual()), images()
+    ours = transforms.optimize(model, graph_mode=True)
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    for factor in (1, 2, 3, 4):
+        handles = [
+            each.register_forward_hook(lambda *args, factor=factor: args[-1] * factor)
+            for each in (ours, model)
+        ]
+        assert_right(ours, model, x)
+        for handle in handles:
+            handle.remove()
+    assert graphs["unique_graphs"] == before + 2
 
 
 def test_many_kinds_of_calls_are_captured() -> None:
