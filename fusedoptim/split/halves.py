@@ -427,10 +427,15 @@ class Halves:
         return self._trails.get(param)
 
     def trail(self, param: Tensor) -> Tensor:
-        """The lower half of ``param``; a ValueError if the optimizer has lost it."""
+        """The lower half of ``param``; a ValueError if it is lost, or of another shape."""
         trail = self.find(param)
         if trail is None:
             raise ValueError(LOST)
+        if trail.shape != param.shape:
+            raise ValueError(
+                f"a split parameter has shape {tuple(param.shape)}, and its lower half, the state "
+                f"{TRAIL!r}, {tuple(trail.shape)}; change shapes before parameters are split"
+            )
         return trail
 
     def exact(self, param: Tensor) -> Tensor:

@@ -45,6 +45,10 @@ class RoundedParameter:
             self.param.data, self.param.grad = values, grad
             raise
 
+    def fits(self) -> bool:
+        """Whether the parameter has the shape that it was rounded in."""
+        return self.residue is None or self.residue.differences.shape == self.param.shape
+
     def values(self) -> Tensor:
         """The exact float32 values."""
         if self.residue is None or self.param.dtype != self.dtype:
@@ -81,9 +85,11 @@ class RoundedParameters:
         """None: a move to another dtype does what its caller asked for."""
 
     def check(self) -> None:
-        """Raise if a rounded weight has become the input of a parametrization."""
+        """Raise if a rounded weight is the input of a parametrization, or has another shape."""
         own = set(map(id, self._module._parameters.values()))
         for name, rounded in self._rounded.items():
+            if not rounded.fits():
+                raise plain_tensors.changed(self._module, f"got a {name} of another shape")
             if name not in self._module._parameters and id(rounded.param) not in own:
                 raise plain_tensors.changed(self._module, f"got a parametrization of its {name}")
 

@@ -171,6 +171,13 @@ class TestBadInput:
             with refused(optimizer, ValueError, "lost its lower half"):
                 action()
 
+    def test_another_shape(self) -> None:
+        p = Parameter(torch.randn(8, 4))
+        optimizer = FusedSGD([p], split=True)
+        p.data = torch.zeros(10, 4, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"shape \(10, 4\), and its lower half.*\(8, 4\)"):
+            list(optimizer.master_params())
+
     def test_converted_afterwards(self) -> None:
         optimizer, params = _trained()
         params[1].data = params[1].data.float()

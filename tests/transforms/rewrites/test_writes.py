@@ -365,6 +365,18 @@ def test_parameter_replaced_after_rounding() -> None:
     assert torch.equal(transforms.restore(optimized)[0].weight, weight)
 
 
+def test_another_shape_after_rounding() -> None:
+    """As resize_token_embeddings of transformers gives it."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)).eval()
+    optimized = transforms.optimize(model, dtype=torch.bfloat16)
+    optimized[0].weight.data = torch.zeros(10, 4, dtype=torch.bfloat16)
+    for call in (optimized.state_dict, optimized.double, lambda: transforms.restore(optimized)):
+        with pytest.raises(RuntimeError, match=r"^Embedding got a weight of another shape"):
+            call()
+    transforms.finalize(optimized)
+    assert optimized.state_dict()["0.weight"].shape == (10, 4)
+
+
 def test_pruned_after_rounding() -> None:
     plain, optimized = rounded()
     prune.identity(optimized[0], "weight")
