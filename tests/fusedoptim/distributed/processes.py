@@ -112,6 +112,7 @@ def _reports(module: str, count: int) -> dict[str, list[str]]:
 def _run(rank: int, module: str, count: int, folder: Path, seed: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.*")
+    tempfile.tempdir = str(folder)  # which is removed with what tests leave there
     report = (folder / str(rank)).open("w", buffering=1)
     torch.distributed.init_process_group(
         "gloo",
