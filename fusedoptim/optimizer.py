@@ -382,6 +382,15 @@ class FusedOptimizer(UpdateDefinition):
         if self._to_restore:
             coming = [(p, t, has_trail(s)) for p, s, t in self._to_restore if t is not None]
             self.halves.expect_state(state["state"], coming)
+        defaults = (vars(self) | state)["defaults"]
+        # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
+        for group in state["param_groups"]:
+            for option in OPTIONS:
+                if option in defaults:
+                    group[option] = defaults[option]
+            # The checkpoint's class may lack some of our options.
+            for name in defaults.keys() - set(OPTIONS):
+                group.setdefault(name, defaults[name])
         super().__setstate__(state)
         if not hasattr(self, "_lock"):  # copied or unpickled
             halves = self.halves
@@ -389,14 +398,6 @@ class FusedOptimizer(UpdateDefinition):
             self.halves = halves
         self.halves.belong_to(self)
         self._forget_plans()
-        # A checkpoint brings hyper-parameters; which implementation runs is the class's choice.
-        for group in self.param_groups:
-            for option in OPTIONS:
-                if option in self.defaults:
-                    group[option] = self.defaults[option]
-            # The checkpoint's class may lack some of our options.
-            for name in self.defaults.keys() - set(OPTIONS):
-                group.setdefault(name, self.defaults[name])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, but without lower halves if a model's state_dict has the exact values.
