@@ -1,10 +1,10 @@
-"""What torch.export records of modules whose backward pass updates their tables."""
+"""What torch.export and torch.jit.trace record of modules whose backward pass updates tables."""
 
 from __future__ import annotations
 
 import torch
 
-from fusedoptim._torch_private import is_exported
+from fusedoptim._torch_private import is_exported, tracing_state
 
 
 def is_recorded(training: bool) -> bool:
@@ -16,14 +16,21 @@ def is_recorded(training: bool) -> bool:
     Raises:
         RuntimeError: it is recorded, and is in training mode.
     """
-    # Dynamo traces for one thread at a time, and cannot trace what tells threads apart.
-    is_traced = torch.compiler.is_dynamo_compiling()
-    if not (torch.compiler.is_exporting() if is_traced else is_exported()):
-        return False
-    if training:
+    recorder = _recorder()
+    if recorder is not None and training:
         raise RuntimeError(
-            "MergedEmbeddingBag: the module is in training mode, and torch.export cannot record "
-            "that the backward pass updates its tables; call eval() of the model first, or export "
+            f"MergedEmbeddingBag: the module is in training mode, and {recorder} cannot record "
+            "that the backward pass updates its tables; call eval() of the model first, or record "
             "it under torch.no_grad()"
         )
-    return True
+    return recorder is not None
+
+
+def _recorder() -> str | None:
+    """What records the call, by the name of its function, if something does."""
+    if torch.compiler.is_dynamo_compiling():
+        # It traces for one thread at a time, and cannot trace what tells threads apart.
+        return "torch.export" if torch.compiler.is_exporting() else None
+    if is_exported():
+        return "torch.export"
+    return None if tracing_state() is None else "torch.jit.trace"

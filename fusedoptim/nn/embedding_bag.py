@@ -72,8 +72,9 @@ class MergedEmbeddingBag(torch.nn.Module):
     ``torch.compile`` makes a graph for each module with an optimizer. For more than eight modules
     that are compiled by themselves, raise ``torch._dynamo.config.recompile_limit``.
 
-    ``torch.export`` of a module with an optimizer needs eval mode or ``torch.no_grad()``, and gives
-    a program that computes the bags and updates nothing. In training mode it raises RuntimeError.
+    ``torch.export`` and ``torch.jit.trace`` of a module with an optimizer need eval mode or
+    ``torch.no_grad()``, and give a program that computes the bags and updates nothing. In training
+    mode they raise RuntimeError. ``torch.jit.trace`` records torch's own functions.
 
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The

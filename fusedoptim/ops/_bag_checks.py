@@ -34,11 +34,7 @@ def check_batch(
     """
     tables = len(weights)
     is_joined = len(indices) == 1
-    if len(indices) not in (1, tables) or len(offsets) != len(indices):
-        raise ValueError(
-            f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
-            f"{len(offsets)} of offsets; pass lists with one of each per table, or one for all"
-        )
+    check_counts(weights, indices, offsets)
     if not have_known_kinds:
         _check_integers(indices, offsets, weights[0].device)
     if last and not all(map(Tensor.numel, offsets)):
@@ -52,6 +48,16 @@ def check_batch(
             "equally many for each table"
         )
     _check_samples(weights, indices, samples, means)
+
+
+def check_counts(weights: Tensors, indices: Tensors, offsets: Tensors) -> None:
+    """Raise unless there are indices and offsets of each table, or of all."""
+    tables = len(weights)
+    if len(indices) not in (1, tables) or len(offsets) != len(indices):
+        raise ValueError(
+            f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
+            f"{len(offsets)} of offsets; pass lists with one of each per table, or one for all"
+        )
 
 
 def as_lists(

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import BelowAutograd, is_batched, saved_tensors_hooks
+from fusedoptim._torch_private import (
+    BelowAutograd,
+    is_batched,
+    saved_tensors_hooks,
+    tracing_state,
+)
 from fusedoptim.launch.block import Indices, row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._bag_batch import (
@@ -27,6 +32,7 @@ from fusedoptim.ops._bag_batch import (
 from fusedoptim.ops._bag_checks import (
     as_lists,
     check_batch,
+    check_counts,
     check_options,
     check_values,
     check_weights,
@@ -41,6 +47,7 @@ from fusedoptim.ops._bag_gradients import (
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
+from fusedoptim.ops._traced_bags import traced_bags
 
 __all__ = ["embedding_bags"]
 
@@ -148,9 +155,11 @@ def bags_of_tables(
         last: whether offsets include where the last bag ends.
         sparse: whether the gradients of the tables are sparse.
     """
-    result: list[Tensor] = _embedding_bags(
-        weights, *as_lists(indices, offsets, samples), means, paddings, last, sparse
-    )
+    inputs = weights, *as_lists(indices, offsets, samples), means, paddings, last, sparse
+    if not torch.compiler.is_compiling() and tracing_state() is not None:
+        check_counts(*inputs[:3])
+        return traced_bags(*inputs)
+    result: list[Tensor] = _embedding_bags(*inputs)
     return result
 
 
