@@ -92,7 +92,7 @@ class MergedEmbeddingBag(torch.nn.Module):
             weight that is computed from others, such as a pruned one; with an optimizer, tables
             that are frozen, parametrized, have hooks or gradients, or share memory.
         TypeError: ``tables`` is not a list, an entry is not a table, or has a class with a forward
-            of its own, or tables have different dtypes.
+            of its own or an option of a wrong type, or tables have different dtypes.
 
     Example:
         >>> import torch

@@ -19,6 +19,7 @@ from fusedoptim._torch_private import (
 )
 from fusedoptim.launch.block import Indices, row_addresses
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.ops._arguments import check_bool
 from fusedoptim.ops._bag_batch import (
     MOST_KEPT,
     Batch,
@@ -33,9 +34,9 @@ from fusedoptim.ops._bag_checks import (
     as_lists,
     check_batch,
     check_counts,
-    check_options,
     check_values,
     check_weights,
+    options_of_tables,
 )
 from fusedoptim.ops._bag_gradients import (
     batched_gradients,
@@ -108,7 +109,8 @@ def embedding_bags(
             On a GPU, a wrong offset acts like a wrong index.
         ValueError: a shape or a device does not fit, or ``mean`` or ``padding_idx`` does not have
             one entry for each table.
-        TypeError: something is not a tensor, a dtype that no kernel takes, or dtypes that differ.
+        TypeError: something is not a tensor, a dtype that no kernel takes, or dtypes that differ;
+            or an option is not of the type above.
 
     Example:
         >>> import torch
@@ -125,12 +127,11 @@ def embedding_bags(
     Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13, for each table. Gradients are
     summed in the order of the indices, so they have the same bits on any number of threads.
     """
-    means = [mean] * len(weights) if isinstance(mean, bool) else list(mean)
-    paddings = [None] * len(weights) if padding_idx is None else list(padding_idx)
-    check_options(weights, means, paddings)
-    positive = [-1 if i is None else i % len(w) for i, w in zip(paddings, weights)]
-    options = means, positive, include_last_offset, sparse
-    return bags_of_tables(list(weights), indices, offsets, per_sample_weights, *options)
+    tables = list(weights)
+    check_bool("embedding_bags", "include_last_offset", include_last_offset)
+    check_bool("embedding_bags", "sparse", sparse)
+    options = *options_of_tables(tables, mean, padding_idx), include_last_offset, sparse
+    return bags_of_tables(tables, indices, offsets, per_sample_weights, *options)
 
 
 def bags_of_tables(
