@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim.ops._arguments import as_integer, check_bool
+
 _MODES = ("sum", "mean")
 OPTIONS = (
     "mode",
@@ -40,6 +42,10 @@ def as_bag(t: int, table: Any) -> torch.nn.EmbeddingBag:
                 f"MergedEmbeddingBag: table {t} has {name}={getattr(table, name)!r}; leave this "
                 f"table out, or construct it without {name}"
             )
+    for name in ("include_last_offset", "sparse"):
+        check_bool(f"MergedEmbeddingBag: table {t}", name, getattr(table, name))
+    if table.padding_idx is not None:
+        as_integer(f"MergedEmbeddingBag: table {t}", "padding_idx", table.padding_idx)
     return table
 
 

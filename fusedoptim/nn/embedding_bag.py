@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fusedoptim._torch_private import remove_hooks
 from fusedoptim.nn._bag_arguments import OPTIONS, as_bag, check_alike, in_lists, options_of
 from fusedoptim.nn._bag_optimizers import BagOptimizer, new_optimizer
+from fusedoptim.nn._recording import is_recorded
 from fusedoptim.nn._scripting import refuse_script
 from fusedoptim.nn._single_bags import check_plain, check_stored, refusal
 from fusedoptim.nn._tracing import traced_call
@@ -71,6 +72,10 @@ class MergedEmbeddingBag(torch.nn.Module):
     ``torch.compile`` makes a graph for each module with an optimizer. For more than eight modules
     that are compiled by themselves, raise ``torch._dynamo.config.recompile_limit``.
 
+    ``torch.export`` and ``torch.jit.trace`` of a module with an optimizer need eval mode or
+    ``torch.no_grad()``, and give a program that computes the bags and updates nothing. In training
+    mode they raise RuntimeError. ``torch.jit.trace`` records torch's own functions.
+
     Args:
         tables: an ``EmbeddingBag``, or its number of rows and its width, for each table. The
             modules become submodules, and share their parameters.
@@ -87,7 +92,7 @@ class MergedEmbeddingBag(torch.nn.Module):
             weight that is computed from others, such as a pruned one; with an optimizer, tables
             that are frozen, parametrized, have hooks or gradients, or share memory.
         TypeError: ``tables`` is not a list, an entry is not a table, or has a class with a forward
-            of its own, or tables have different dtypes.
+            of its own or an option of a wrong type, or tables have different dtypes.
 
     Example:
         >>> import torch
@@ -288,6 +293,8 @@ class MergedEmbeddingBag(torch.nn.Module):
         )
         weights, anchor = self._weights(), self._anchor
         is_trained = anchor is not None and anchor.requires_grad and torch.is_grad_enabled()
+        if is_trained and is_recorded(self.training):
+            is_trained = False  # the recording computes bags, and updates nothing
         if self._optimizer is None or anchor is None or not is_trained:
             bags = bags_of_tables(
                 weights,

@@ -32,3 +32,11 @@ def as_integer(function: str, name: str, value: Any) -> int:
         raise TypeError(
             f"{function}: {name}={value!r} is of type {type(value).__name__}; pass an integer"
         ) from None
+
+
+def check_bool(function: str, name: str, value: Any) -> None:
+    """Raise TypeError for anything but a bool, such as 1, as torch's functions do."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{function}: {name}={value!r} is of type {type(value).__name__}; pass True or False"
+        )

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim.ops._arguments import as_integer, check_bool
 from fusedoptim.ops._bag_gradients import by_table
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF
 
 _MOST_ROWS = 1 << 31
 """The most rows of a table: a row's number is the upper half of a sorted key."""
 _INTEGERS = (torch.int32, torch.int64)
+_BOOLS = frozenset((bool,))
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 Tensors = Sequence[Tensor]
@@ -34,11 +36,7 @@ def check_batch(
     """
     tables = len(weights)
     is_joined = len(indices) == 1
-    if len(indices) not in (1, tables) or len(offsets) != len(indices):
-        raise ValueError(
-            f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
-            f"{len(offsets)} of offsets; pass lists with one of each per table, or one for all"
-        )
+    check_counts(weights, indices, offsets)
     if not have_known_kinds:
         _check_integers(indices, offsets, weights[0].device)
     if last and not all(map(Tensor.numel, offsets)):
@@ -52,6 +50,16 @@ def check_batch(
             "equally many for each table"
         )
     _check_samples(weights, indices, samples, means)
+
+
+def check_counts(weights: Tensors, indices: Tensors, offsets: Tensors) -> None:
+    """Raise unless there are indices and offsets of each table, or of all."""
+    tables = len(weights)
+    if len(indices) not in (1, tables) or len(offsets) != len(indices):
+        raise ValueError(
+            f"embedding_bags: there are {tables} tables, {len(indices)} tensors of indices and "
+            f"{len(offsets)} of offsets; pass lists with one of each per table, or one for all"
+        )
 
 
 def as_lists(
@@ -86,21 +94,50 @@ def _as_list(what: str, given: Any) -> list[Tensor]:
     return found
 
 
-def check_options(weights: Tensors, means: Sequence[bool], paddings: Sequence[int | None]) -> None:
-    """Raise unless each table has a mode, and a padding that is one of its rows, or None."""
-    for name, options in (("mean", means), ("padding_idx", paddings)):
-        if len(options) != len(weights):
-            raise ValueError(
-                f"embedding_bags: {name} has {len(options)} for {len(weights)} tables; pass one "
-                "for each"
-            )
-    for t, (padding, weight) in enumerate(zip(paddings, weights)):
-        if padding is not None and not -len(weight) <= padding < len(weight):
-            rows = len(weight)
-            raise RuntimeError(  # as torch
-                f"embedding_bags: padding_idx of table {t} is {padding}, and it has {rows} rows; "
-                f"pass one from {-rows} to {rows - 1}, or None"
-            )
+def options_of_tables(
+    weights: Tensors, mean: Any, padding_idx: Any
+) -> tuple[list[bool], list[int]]:
+    """Whether each table's bags are means, and which index it ignores, or -1.
+
+    Raises unless each table has a mode, and a padding that is one of its rows, or None.
+    """
+    tables = len(weights)
+    means = [mean] * tables if isinstance(mean, bool) else _options("mean", mean, tables)
+    if not _BOOLS.issuperset(map(type, means)):
+        for t, option in enumerate(means):
+            check_bool("embedding_bags", f"mean[{t}]", option)
+    if padding_idx is None:
+        return means, [-1] * tables
+    paddings = _options("padding_idx", padding_idx, tables)
+    return means, [_row(t, *pair) for t, pair in enumerate(zip(paddings, weights))]
+
+
+def _options(name: str, given: Any, tables: int) -> list[Any]:
+    """What was given as a list with an option for each table."""
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise TypeError(
+            f"embedding_bags: {name}={given!r} is of type {type(given).__name__}; pass a list with "
+            "one for each table"
+        )
+    options = list(given)
+    if len(options) != tables:
+        raise ValueError(
+            f"embedding_bags: {name} has {len(options)} for {tables} tables; pass one for each"
+        )
+    return options
+
+
+def _row(t: int, padding: Any, weight: Tensor) -> int:
+    """The row that ``padding`` is, counted from the table's end if it is negative, or -1."""
+    if padding is None:
+        return -1
+    row, rows = as_integer("embedding_bags", f"padding_idx[{t}]", padding), weight.shape[0]
+    if not -rows <= row < rows:
+        raise RuntimeError(  # as torch
+            f"embedding_bags: padding_idx of table {t} is {row}, and it has {rows} rows; "
+            f"pass one from {-rows} to {rows - 1}, or None"
+        )
+    return row % rows
 
 
 def check_weights(weights: Tensors) -> None:

@@ -11,9 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim._torch_private import BelowAutograd, is_batched, saved_tensors_hooks
+from fusedoptim._torch_private import (
+    BelowAutograd,
+    is_batched,
+    saved_tensors_hooks,
+    tracing_state,
+)
 from fusedoptim.launch.block import Indices, row_addresses
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.ops._arguments import check_bool
 from fusedoptim.ops._bag_batch import (
     MOST_KEPT,
     Batch,
@@ -27,9 +33,10 @@ from fusedoptim.ops._bag_batch import (
 from fusedoptim.ops._bag_checks import (
     as_lists,
     check_batch,
-    check_options,
+    check_counts,
     check_values,
     check_weights,
+    options_of_tables,
 )
 from fusedoptim.ops._bag_gradients import (
     batched_gradients,
@@ -41,6 +48,7 @@ from fusedoptim.ops._bag_gradients import (
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._launching import DEVICES, TableLaunch
 from fusedoptim.ops._registering import is_plain, needed, register
+from fusedoptim.ops._traced_bags import traced_bags
 
 __all__ = ["embedding_bags"]
 
@@ -101,7 +109,8 @@ def embedding_bags(
             On a GPU, a wrong offset acts like a wrong index.
         ValueError: a shape or a device does not fit, or ``mean`` or ``padding_idx`` does not have
             one entry for each table.
-        TypeError: something is not a tensor, a dtype that no kernel takes, or dtypes that differ.
+        TypeError: something is not a tensor, a dtype that no kernel takes, or dtypes that differ;
+            or an option is not of the type above.
 
     Example:
         >>> import torch
@@ -118,12 +127,11 @@ def embedding_bags(
     Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13, for each table. Gradients are
     summed in the order of the indices, so they have the same bits on any number of threads.
     """
-    means = [mean] * len(weights) if isinstance(mean, bool) else list(mean)
-    paddings = [None] * len(weights) if padding_idx is None else list(padding_idx)
-    check_options(weights, means, paddings)
-    positive = [-1 if i is None else i % len(w) for i, w in zip(paddings, weights)]
-    options = means, positive, include_last_offset, sparse
-    return bags_of_tables(list(weights), indices, offsets, per_sample_weights, *options)
+    tables = list(weights)
+    check_bool("embedding_bags", "include_last_offset", include_last_offset)
+    check_bool("embedding_bags", "sparse", sparse)
+    options = *options_of_tables(tables, mean, padding_idx), include_last_offset, sparse
+    return bags_of_tables(tables, indices, offsets, per_sample_weights, *options)
 
 
 def bags_of_tables(
@@ -148,9 +156,11 @@ def bags_of_tables(
         last: whether offsets include where the last bag ends.
         sparse: whether the gradients of the tables are sparse.
     """
-    result: list[Tensor] = _embedding_bags(
-        weights, *as_lists(indices, offsets, samples), means, paddings, last, sparse
-    )
+    inputs = weights, *as_lists(indices, offsets, samples), means, paddings, last, sparse
+    if not torch.compiler.is_compiling() and tracing_state() is not None:
+        check_counts(*inputs[:3])
+        return traced_bags(*inputs)
+    result: list[Tensor] = _embedding_bags(*inputs)
     return result
 
 

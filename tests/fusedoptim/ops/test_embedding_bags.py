@@ -386,6 +386,13 @@ class TestRefused:
             ({"padding_idx": [1, 1, 1]}, ValueError, "padding_idx has 3 for 2 tables"),
             ({"mean": [True]}, ValueError, "mean has 1 for 2 tables"),
             ({"mean": [True, True, False]}, ValueError, "mean has 3 for 2 tables"),
+            ({"include_last_offset": 2}, TypeError, "include_last_offset=2 is of type int; pass"),
+            ({"sparse": "x"}, TypeError, "sparse='x' is of type str; pass True or False"),
+            ({"padding_idx": [None, 1.7]}, TypeError, "padding_idx[1]=1.7 is of type float; pass"),
+            ({"padding_idx": 1}, TypeError, "padding_idx=1 is of type int; pass a list with one"),
+            ({"mean": [2, False]}, TypeError, "mean[0]=2 is of type int; pass True or False"),
+            ({"mean": [False, 0.5]}, TypeError, "mean[1]=0.5 is of type float; pass True or"),
+            ({"mean": "mean"}, TypeError, "mean='mean' is of type str; pass a list with one"),
         ],
     )  # fmt: skip
     def test_wrong(self, changed: dict[str, Any], error: Any, message: str) -> None:
