@@ -24,6 +24,15 @@ def as_real(function: str, name: str, value: Any) -> float:
     return float(value)
 
 
+def check_constant(function: str, name: str, value: Any) -> None:
+    """Raise TypeError for a tensor that requires grad, as it would get none."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(
+            f"{function}: {name} is a tensor that requires grad; pass {name}.item(), as it has no "
+            "gradient"
+        )
+
+
 def as_integer(function: str, name: str, value: Any) -> int:
     """An integer as an int; TypeError for anything else, such as 3.0."""
     try:

@@ -67,21 +67,26 @@ def as_lists(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Lists of the given tensors; TypeError for anything else."""
     return (
-        _as_list("indices", indices),
-        _as_list("offsets", offsets),
-        _as_list("per_sample_weights", samples),
+        _of_bags("indices", indices),
+        _of_bags("offsets", offsets),
+        _of_bags("per_sample_weights", samples),
     )
 
 
-def _as_list(what: str, given: Any) -> list[Tensor]:
-    if not isinstance(given, Iterable):
-        raise TypeError(
-            f"embedding_bags: {what} are of type {type(given).__name__}; pass a list of tensors"
-        )
+def _of_bags(what: str, given: Any) -> list[Tensor]:
     if isinstance(given, Tensor) and given.dim() == 1:
         raise TypeError(
             f"embedding_bags: {what} are one tensor; pass a list with it, which is then for all "
             "tables"
+        )
+    return as_list(what, given)
+
+
+def as_list(what: str, given: Any) -> list[Tensor]:
+    """A list of the given tensors; TypeError for anything else."""
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"embedding_bags: {what} are of type {type(given).__name__}; pass a list of tensors"
         )
     found = list(given)
     if not _PLAIN.issuperset(map(type, found)):
@@ -115,9 +120,10 @@ def options_of_tables(
 def _options(name: str, given: Any, tables: int) -> list[Any]:
     """What was given as a list with an option for each table."""
     if not isinstance(given, Iterable) or isinstance(given, str):
+        for_all = "True or False, or " if name == "mean" else ""
         raise TypeError(
-            f"embedding_bags: {name}={given!r} is of type {type(given).__name__}; pass a list with "
-            "one for each table"
+            f"embedding_bags: {name}={given!r} is of type {type(given).__name__}; pass {for_all}a "
+            "list with one for each table"
         )
     options = list(given)
     if len(options) != tables:
@@ -150,7 +156,8 @@ def check_weights(weights: Tensors) -> None:
             f"embedding_bags: weights have dtype {first.dtype}, and kernels compute with "
             f"{DTYPE_NAMES}; convert them"
         )
-    if {(w.dtype, w.dim(), w.device) for w in weights} != {(first.dtype, 2, first.device)}:
+    kinds = {(w.dtype, w.dim(), w.device, w.layout) for w in weights}
+    if kinds != {(first.dtype, 2, first.device, torch.strided)}:
         _check_alike(weights)
     most = max([weight.shape[0] for weight in weights])
     if most > _MOST_ROWS:
@@ -218,6 +225,11 @@ def _check_alike(weights: Tensors) -> None:
             raise TypeError(
                 f"embedding_bags: weight {t} has dtype {weight.dtype}, and weight 0 has "
                 f"{first.dtype}; convert them to one, or call the operator for each dtype"
+            )
+        if weight.layout is not torch.strided:
+            raise TypeError(
+                f"embedding_bags: weight {t} has layout {weight.layout}; pass a dense tensor, such "
+                "as weight.to_dense()"
             )
         if weight.dim() != 2:
             raise ValueError(

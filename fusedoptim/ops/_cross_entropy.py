@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.ops._arguments import check_constant
 from fusedoptim.ops._launching import (
     ARITHMETIC_OF,
     DEVICES,
@@ -44,7 +45,8 @@ def cross_entropy(
         float64 for float64 logits. Only the first has a gradient.
 
     Raises:
-        TypeError: logits have a dtype that no kernel computes with, or targets are not int64.
+        TypeError: logits have a dtype that no kernel computes with, targets are not int64, or
+            label_smoothing is a tensor that requires grad.
         ValueError: a shape or device does not fit, or label_smoothing is not between 0 and 1.
         IndexError: on the CPU, a target is not a class. On a GPU its loss is NaN.
 
@@ -56,6 +58,7 @@ def cross_entropy(
 
     Semantics: ``torch.nn.functional.cross_entropy`` of torch 2.13 with ``reduction="none"``.
     """
+    check_constant("cross_entropy", "label_smoothing", label_smoothing)
     loss, log_sum = _cross_entropy(logits, target, label_smoothing, ignore_index)
     return loss, log_sum
 

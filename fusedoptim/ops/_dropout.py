@@ -43,8 +43,8 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
         a new tensor. Its backward pass draws the mask again.
 
     Raises:
-        TypeError: x has a dtype that no kernel computes with, the seed is not an int64, or p is a
-            tensor that has dimensions or requires grad.
+        TypeError: x is not a tensor or has a dtype that no kernel computes with, the seed is not an
+            int64, or p is a tensor that has dimensions or requires grad.
         ValueError: p is not between 0 and 1; the seed has several elements or another device.
 
     Example:
@@ -56,7 +56,7 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
     Semantics: ``torch.nn.functional.dropout`` of torch 2.13 in training, with another generator.
     """
-    result: Tensor = _dropout(x, seed, _number("dropout", seed, p))
+    result: Tensor = _dropout(x, seed, _number("dropout", x, seed, p))
     return result
 
 
@@ -81,8 +81,8 @@ def alpha_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
         a new tensor. Its backward pass draws the mask again.
 
     Raises:
-        TypeError: x has a dtype that no kernel computes with, the seed is not an int64, or p is a
-            tensor that has dimensions or requires grad.
+        TypeError: x is not a tensor or has a dtype that no kernel computes with, the seed is not an
+            int64, or p is a tensor that has dimensions or requires grad.
         ValueError: p is not between 0 and 1; the seed has several elements or another device.
 
     Example:
@@ -93,14 +93,14 @@ def alpha_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     Semantics: ``torch.nn.functional.alpha_dropout`` of torch 2.13 in training, with another
     generator. Source: Klambauer et al., "Self-Normalizing Neural Networks" (NeurIPS 2017).
     """
-    result: Tensor = _alpha_dropout(x, seed, _number("alpha_dropout", seed, p), True)
+    result: Tensor = _alpha_dropout(x, seed, _number("alpha_dropout", x, seed, p), True)
     return result
 
 
-def _number(name: str, seed: Tensor, p: float) -> float:
+def _number(name: str, x: Tensor, seed: Tensor, p: float) -> float:
     """The probability as a number; raise if an argument has a type that no operator takes."""
-    if not isinstance(seed, Tensor):
-        check_tensors(name, seed=seed)
+    if not (isinstance(x, Tensor) and isinstance(seed, Tensor)):
+        check_tensors(name, x=x, seed=seed)
     if isinstance(p, Tensor):  # torch's functions accept some for a float
         if p.dim() or p.requires_grad:
             raise TypeError(

@@ -31,6 +31,7 @@ from fusedoptim.ops._bag_batch import (
     cut_of,
 )
 from fusedoptim.ops._bag_checks import (
+    as_list,
     as_lists,
     check_batch,
     check_counts,
@@ -127,7 +128,7 @@ def embedding_bags(
     Semantics: ``torch.nn.functional.embedding_bag`` of torch 2.13, for each table. Gradients are
     summed in the order of the indices, so they have the same bits on any number of threads.
     """
-    tables = list(weights)
+    tables = as_list("weights", weights)
     check_bool("embedding_bags", "include_last_offset", include_last_offset)
     check_bool("embedding_bags", "sparse", sparse)
     options = *options_of_tables(tables, mean, padding_idx), include_last_offset, sparse

@@ -61,11 +61,9 @@ def interaction(*features: Tensor) -> Tensor:
 def _of_one_dtype(features: Sequence[Tensor]) -> list[Tensor]:
     if not features:
         raise TypeError("interaction: there are no features; pass tensors, of shape (B, d) first")
-    try:
-        dtypes = {feature.dtype for feature in features}
-    except AttributeError:
+    if not all(isinstance(feature, Tensor) for feature in features):
         check_tensors("interaction", **{f"feature {i}": x for i, x in enumerate(features)})
-        raise
+    dtypes = {feature.dtype for feature in features}
     dtype = functools.reduce(torch.promote_types, dtypes)
     if dtype != torch.float64 and dtype in VARIANT_OF:
         dtype = autocast_dtype(features[0].device) or dtype

@@ -36,7 +36,9 @@ _idle_blocks: dict[Any, list[LaunchBlock]] = {}
 
 
 def is_served(tensor: Tensor) -> bool:
-    """Whether operators accept the tensor."""
+    """Whether operators accept the tensor; False for anything else."""
+    if not isinstance(tensor, Tensor):
+        return False
     is_wrapper = hasattr(tensor, "__tensor_flatten__")  # of other tensors, such as a DTensor
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper
     return is_plain and tensor.dtype in VARIANT_OF and tensor.device.type in _DEVICES

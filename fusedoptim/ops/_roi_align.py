@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedoptim.allocator import current_pool
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.launch.devices import queue_of
-from fusedoptim.ops._arguments import as_integer, as_real, check_tensors
+from fusedoptim.ops._arguments import as_integer, as_real, check_constant, check_tensors
 from fusedoptim.ops._autocast import autocast
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
@@ -69,7 +69,7 @@ def roi_align(
 
     Raises:
         TypeError: a dtype is not one of these, output_size or sampling_ratio is not an integer, or
-            spatial_scale is not a number.
+            spatial_scale is not a number, or is a tensor that requires grad.
         ValueError: a shape does not fit, or a box is not finite and ``sampling_ratio`` is positive.
         IndexError: a box belongs to a map that ``input`` does not have.
 
@@ -84,6 +84,7 @@ def roi_align(
     """
     check_tensors("roi_align", input=input)
     height, width = _pair(output_size)
+    check_constant("roi_align", "spatial_scale", spatial_scale)
     scale = as_real("roi_align", "spatial_scale", spatial_scale)
     ratio = as_integer("roi_align", "sampling_ratio", sampling_ratio)
     if isinstance(boxes, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,6 +32,9 @@ def test_what_is_ours_and_what_is_torchs() -> None:
     assert not is_ours(x, approximate="none")
     with pytest.raises(RuntimeError, match="approximate"):
         gelu(x, approximate="sin")
+    wrong: Any = [1.0]
+    with pytest.raises(TypeError, match="must be Tensor, not list"):
+        gelu(wrong, approximate="tanh")
 
 
 def test_func_transforms_are_torchs() -> None:

@@ -104,6 +104,12 @@ class TestContract:
             with pytest.raises(ValueError, match="between 0 and 1"):
                 module(torch.ones(3))
 
+    @pytest.mark.parametrize("function", [functional.dropout, functional.alpha_dropout])
+    def test_no_tensor(self, function: Any) -> None:
+        """The error is torch's."""
+        with pytest.raises(TypeError, match="must be Tensor, not list"):
+            function([1.0], 0.5, True)
+
     def test_what_no_kernel_serves_is_torchs(self) -> None:
         x = torch.nested.nested_tensor([torch.ones(9), torch.ones(5)], layout=torch.jagged)
         torch.manual_seed(1)

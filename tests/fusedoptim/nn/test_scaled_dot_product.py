@@ -456,3 +456,22 @@ def test_repeats_under_a_seed() -> None:
         results.append(attention(q, k, v, dropout_p=0.5))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"query": None},
+        {"key": None},
+        {"value": [1.0]},
+        {"attn_mask": [True]},
+        {"is_causal": "no"},
+        {"is_causal": 1},
+        {"enable_gqa": 1},
+    ],
+)
+def test_wrong_types(wrong: dict[str, Any]) -> None:
+    """The error is torch's."""
+    q, k, v = inputs(2, 3)
+    with pytest.raises(TypeError, match=f"argument '{next(iter(wrong))}'.* must be"):
+        attention(**{"query": q, "key": k, "value": v, "dropout_p": 0.5, **wrong})

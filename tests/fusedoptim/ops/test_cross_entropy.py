@@ -234,3 +234,8 @@ class TestBadInput:
     def test_smoothing(self, smoothing: float) -> None:
         with pytest.raises(ValueError, match=f"label_smoothing={smoothing!r} is not in"):
             cross_entropy(*inputs(2, 3), smoothing)
+
+    def test_smoothing_that_requires_grad(self) -> None:
+        smoothing: Any = torch.tensor(0.5, requires_grad=True)
+        with pytest.raises(TypeError, match="label_smoothing is a tensor that requires grad; pass"):
+            cross_entropy(*inputs(2, 3), smoothing)

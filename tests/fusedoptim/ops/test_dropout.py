@@ -308,6 +308,12 @@ class TestBadInput:
         with pytest.raises(TypeError, match=message):
             operator(torch.ones(3, dtype=dtype), new_seed(), 0.5)
 
+    @pytest.mark.parametrize("x", [None, [1.0]])
+    def test_no_tensor(self, x: Any, operator: Operator) -> None:
+        message = f"^{operator.__name__}: x is of type {type(x).__name__}; pass a tensor"
+        with pytest.raises(TypeError, match=message):
+            operator(x, new_seed(), 0.5)
+
     def test_seed(self, operator: Operator) -> None:
         name = operator.__name__
         with pytest.raises(TypeError, match=f"^{name}: seed is of type int; pass a tensor"):

@@ -372,6 +372,13 @@ class TestRefused:
             ({"weights": (TABLES[0], torch.ones(3))}, ValueError, "weight 1 has shape"),
             ({"weights": (TABLES[0], TABLES[1].to("meta"))}, ValueError, "weight 1 is on meta"),
             ({"weights": ()}, ValueError, "no tables"),
+            ({"weights": [None, TABLES[1]]}, TypeError, "weights 0 are of type NoneType; pass a"),
+            ({"weights": [TABLES[0], TABLES[1].numpy()]}, TypeError, "weights 1 are of type nd"),
+            ({"weights": None}, TypeError, "weights are of type NoneType; pass a list of tensors"),
+            ({"weights": [TABLES[0].to_sparse(), TABLES[1]]}, TypeError,
+             "weight 0 has layout torch.sparse_coo; pass a dense tensor"),
+            ({"weights": [TABLES[0], TABLES[1].to_sparse()]}, TypeError,
+             "weight 1 has layout torch.sparse_coo; pass a dense tensor"),
             ({"per_sample_weights": (torch.ones(2), torch.ones(2))}, ValueError,
              "per_sample_weights 0 have shape"),
             ({"per_sample_weights": (torch.ones(3), torch.ones(2)), "mean": True}, ValueError,
@@ -392,7 +399,7 @@ class TestRefused:
             ({"padding_idx": 1}, TypeError, "padding_idx=1 is of type int; pass a list with one"),
             ({"mean": [2, False]}, TypeError, "mean[0]=2 is of type int; pass True or False"),
             ({"mean": [False, 0.5]}, TypeError, "mean[1]=0.5 is of type float; pass True or"),
-            ({"mean": "mean"}, TypeError, "mean='mean' is of type str; pass a list with one"),
+            ({"mean": "mean"}, TypeError, "mean='mean' is of type str; pass True or False, or"),
         ],
     )  # fmt: skip
     def test_wrong(self, changed: dict[str, Any], error: Any, message: str) -> None:

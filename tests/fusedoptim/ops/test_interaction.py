@@ -259,6 +259,13 @@ class TestBadInput:
         with pytest.raises(TypeError, match="interaction: feature 1 is of type list; pass a tens"):
             interaction(x, [x, x])  # type: ignore[arg-type]  # on purpose
 
+    def test_arrays(self) -> None:
+        """They have dtypes, too."""
+        x = torch.ones(3, 4)
+        for features in ([x.numpy()] * 2, [x.numpy(), x]):
+            with pytest.raises(TypeError, match="interaction: feature 0 is of type ndarray; pass"):
+                interaction(*features)
+
     @pytest.mark.parametrize("shape", [(4,), (2, 3, 4), (4, 0)])
     def test_first(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(

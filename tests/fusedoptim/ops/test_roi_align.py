@@ -241,6 +241,11 @@ class TestRefused:
                 r"sampling_ratio=2\.5 is of type float; pass an int",
             ),
             ({"spatial_scale": "1"}, TypeError, "spatial_scale='1' is of type str; pass a number"),
+            (
+                {"spatial_scale": torch.tensor(0.5, requires_grad=True)},
+                TypeError,
+                r"spatial_scale is a tensor that requires grad; pass spatial_scale\.item\(\)",
+            ),
             ({"input": [[1.0]]}, TypeError, "input is of type list; pass a tensor"),
             ({"boxes": [[0.0, 0, 1, 1]]}, TypeError, r"boxes\[0\] is of type list; pass a tensor"),
             ({"input": torch.zeros(1, 2, 0, 4)}, ValueError, "0 x 4 pixels"),
