@@ -52,9 +52,8 @@ def _of_tables(
     """The bags of each table, with offsets that include where the last bag ends."""
     (values,), (starts,) = indices, offsets
     if not last:
-        # In a trace, a size is a tensor.
-        end = torch.as_tensor(values.shape[0], dtype=starts.dtype, device=starts.device)
-        starts = torch.cat([starts, end.reshape(1)])
+        end = torch.zeros_like(starts[:1]) + values.shape[0]  # a tensor in a trace
+        starts = torch.cat([starts, end])
     bags = (starts.shape[0] - 1) // tables
     parts = [starts[t * bags : (t + 1) * bags + 1] for t in range(tables)]
     own, factors = (

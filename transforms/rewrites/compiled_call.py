@@ -40,7 +40,7 @@ class _Mark:
 
 
 class _Hooks:
-    """Gives the hooks of a model a name, which torch.compile compares before each call.
+    """Gives the hooks of a model a name; what is captured is for one name.
 
     By default torch.compile compares no hooks of modules, and comparing all of them makes calls
     slower (docs/design/graph-mode.md). But torch counts registrations. So all modules are searched
@@ -76,6 +76,8 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
     ``forget`` is called once when they are no longer needed, as torch keeps what a backend returns.
     """
     hooks = _Hooks(model)
+    compiled: dict[str, Callable[..., Any]] = {}
+    """By the name of the hooks."""
 
     # torch.compile does not capture torch's own modules, such as Sequential, if the call begins in
     # their code, as with Module.compile.
@@ -99,8 +101,6 @@ def enter(model: nn.Module, backend: Callable[..., Any], forget: Callable[[], ob
                 called, backend=backend, isolate_recompiles=True, recompile_limit=_MOST_CAPTURES
             )
         return compiled[hooks.name]
-
-    compiled: dict[str, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Within a capture of a model around this one. torch.jit.trace refuses what is compiled.
