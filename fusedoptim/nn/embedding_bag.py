@@ -293,8 +293,8 @@ class MergedEmbeddingBag(torch.nn.Module):
         )
         weights, anchor = self._weights(), self._anchor
         is_trained = anchor is not None and anchor.requires_grad and torch.is_grad_enabled()
-        if is_trained and is_recorded(self.training):
-            is_trained = False  # the recording computes bags, and updates nothing
+        # A recording computes bags, and updates nothing.
+        is_trained = is_trained and not is_recorded(self.training)
         if self._optimizer is None or anchor is None or not is_trained:
             bags = bags_of_tables(
                 weights,

@@ -303,10 +303,15 @@ def scaled_dot_product_attention(
     Semantics: ``torch.nn.functional.scaled_dot_product_attention`` of torch 2.13.
     """
     q, k, v, mask = query, key, value, attn_mask
-    are_bools = isinstance(is_causal, bool) and isinstance(enable_gqa, bool)
-    are_tensors = all(isinstance(x, Tensor) for x in (q, k, v, q if mask is None else mask))
-    is_dropped = 0 < dropout_p <= 1 and are_bools and are_tensors  # else torch's errors are plain
-    is_dropped = is_dropped and is_ours(q) and q.device.type == "cpu"
+    is_dropped = (
+        0 < dropout_p <= 1
+        # torch's errors for other types are plain.
+        and isinstance(is_causal, bool)
+        and isinstance(enable_gqa, bool)
+        and all(isinstance(x, Tensor) for x in (q, k, v, q if mask is None else mask))
+        and is_ours(q)
+        and q.device.type == "cpu"
+    )
     if is_dropped:
         q, k, v = autocast(q), autocast(k), autocast(v)
         mask = None if mask is None else autocast(mask)
