@@ -103,6 +103,11 @@ def _converted_grad(param: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None if param.grad is None else param.grad.to(dtype)
 
 
+def _zero_trail(param: Tensor) -> Tensor:
+    """The lower half of a bfloat16 ``param`` that has had none."""
+    return like_param(new_state(local_of(param), torch.int16).zero_(), param)
+
+
 def halves_of(values: Tensor, consume: bool = False) -> tuple[Tensor, Tensor]:
     """The upper halves, bfloat16, and the lower ones, int16, of float32 values.
 
@@ -243,8 +248,7 @@ class Halves:
         An error or an interrupt changes nothing.
         """
         if is_dtensor(param):  # bfloat16: its local shard stays as it is
-            zeros = new_state(local_of(param), torch.int16).zero_()
-            self.hold(param, like_param(zeros, param))
+            self.hold(param, _zero_trail(param))
             return
         consume = param.dtype == torch.float32 and has_sole_owner(param)
         values, grad = param.data, param.grad
@@ -415,6 +419,9 @@ class Halves:
                 self._state[param][TRAIL] = trail
             if param in self:
                 self._trails[param] = None
+        if trail is not None and trail.is_meta and not param.is_meta:  # since model.to_empty()
+            trail = _zero_trail(param)
+            self.hold(param, trail)
         known = self._versions.get(param)
         if known is not None and known != param._version:  # something has written the upper half
             _zero(trail)

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fusedoptim import SplitSGD
 from tests.fusedoptim.distributed.helpers import Block, computed_once, size, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.distributed.training import LIMIT, SPLITS, checked_updates
@@ -184,3 +185,23 @@ def test_fsdp_with_tensor_parallel() -> None:
     for case in cases():
         check(case, both)
         check(case, both, limit=0.1)
+
+
+@on_processes(2)
+def test_split_weights_of_a_model_that_had_no_memory() -> None:
+    """An optimizer that was made before ``to_empty()`` takes the steps of one made after it."""
+    trained = []
+    for is_first in (True, False):
+        with torch.device("meta"):
+            model = Block().bfloat16()
+        model, part, parts = fsdp(model)
+        optimizer = SplitSGD(model.parameters(), lr=0.1, momentum=0.9) if is_first else None
+        model.to_empty(device="cpu")
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_()
+        optimizer = optimizer or SplitSGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(model, optimizer, part, parts)
+        trained.append([*map(whole, model.parameters()), *map(whole, optimizer.master_params())])
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
