@@ -40,7 +40,7 @@ from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import CLIP_EPS, TakesScale, common_factor
 from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
-from fusedoptim.step.state import param_numbers, restore_state, without_gaps, without_trails
+from fusedoptim.step.state import numbers_in, restore_state, without_gaps, without_trails
 from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
 
@@ -408,7 +408,7 @@ class FusedOptimizer(UpdateDefinition):
         unsaved = self._unsaved_state()
 
         def as_saved(_: Optimizer, state_dict: dict[str, Any]) -> None:
-            params = list(zip(param_numbers(state_dict), self._params()))
+            params = list(zip(numbers_in(state_dict), self._params()))
             state_dict["state"] = saved_states(self.halves, state_dict["state"], params, unsaved)
 
         # The lock, as torch iterates over the hooks, which another thread's call changes.
@@ -445,16 +445,14 @@ class FusedOptimizer(UpdateDefinition):
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
             states = {i: self._to_load(state) for i, state in final["state"].items()}
-            split = [
-                (i, p) for i, p in zip(param_numbers(final), self._params()) if self.is_split(p)
-            ]
+            split = [(i, p) for i, p in zip(numbers_in(final), self._params()) if self.is_split(p)]
             final["state"] = with_trails_of_frozen(type(self).__name__, states, split)
             self._check_checkpoint(final)
-            saved = list(self._saved(final))
+            saved = self._saved(final)
             # torch's class would cast the trails, and take each for the state of an earlier step.
             final["state"] = without_trails(final["state"])
             if changes_nothing(self.halves, self.state, saved):
-                saved = list(self._saved(final))
+                saved = self._saved(final)
             self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in saved]
 
         hook = HookOfOneCall(check)  # the last before torch reads the checkpoint
@@ -494,5 +492,5 @@ class FusedOptimizer(UpdateDefinition):
 
     def _saved(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Each parameter with the state that a state_dict has for it."""
-        ids = param_numbers(state_dict)
+        ids = numbers_in(state_dict)
         return [(p, state_dict["state"].get(i, {})) for i, p in zip(ids, self._params())]

@@ -38,8 +38,8 @@ _LENGTHS = np.array([301, 1, 211])
 _LENGTHS_WITH_QUARTERS = np.array([5301, 1, 211])
 _MARGIN = 32  # elements past the end
 _UNITS = 64
+# Not state, which may be squares.
 _SIGNED = (Role.PARAM, Role.TRAIL, Role.GRAD, Role.INPUT, Role.OUTPUT, Role.VALUES)
-# State may be squares.
 _DECODERS = {Role.STATE_E4M3: e4m3_value, Role.STATE_E5M3: e5m3_value}
 """The functions that decode state in 8 bits."""
 _ARRAYS = (*_SIGNED, Role.INDICES, Role.STATE, Role.STATE_BF16, *_DECODERS, Role.BLOCK_SCALES)

@@ -112,23 +112,23 @@ def in_lists(
             raise TypeError(
                 f"MergedEmbeddingBag: input {t} is of type {type(values).__name__}; pass a tensor"
             )
-        if values.dim() == 2:
-            if samples[t] is not None and samples[t].shape != values.shape:
+        if values.dim() != 2:
+            raise ValueError(
+                f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
+                "pass offsets, or a two-dimensional input with a bag in each row"
+            )
+        rows, columns = values.shape
+        count = rows + int(has_last_offset)
+        offsets[t] = columns * torch.arange(count, device=values.device)
+        indices[t] = values.reshape(-1)
+        if samples[t] is not None:
+            if samples[t].shape != values.shape:
                 raise ValueError(
                     f"MergedEmbeddingBag: per_sample_weights {t} have shape "
                     f"{tuple(samples[t].shape)}, and input {t} has {tuple(values.shape)}; pass "
                     "one for each index, in the input's shape"
                 )
-            rows, columns = values.shape
-            count = rows + int(has_last_offset)
-            offsets[t] = columns * torch.arange(count, device=values.device)
-            indices[t] = values.reshape(-1)
-            samples[t] = None if samples[t] is None else samples[t].reshape(-1)
-        else:
-            raise ValueError(
-                f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
-                "pass offsets, or a two-dimensional input with a bag in each row"
-            )
+            samples[t] = samples[t].reshape(-1)
     if all(values is None for values in samples):
         return indices, offsets, []
     if any(values is None for values in samples):

@@ -15,7 +15,7 @@ from fusedoptim._torch_private import active_ddp
 from fusedoptim.adagrad import FusedAdagrad
 from fusedoptim.nn._single_bags import check_trainable
 from fusedoptim.ops._bag_checks import check_contiguous
-from fusedoptim.ops._embedding_bags import ROWWISE
+from fusedoptim.ops._bag_rows import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
 from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.sgd import FusedSGD

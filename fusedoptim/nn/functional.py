@@ -102,13 +102,23 @@ def cross_entropy(
 
     Semantics: ``torch.nn.functional.cross_entropy`` of torch 2.13.
     """
-    is_plain = weight is None and size_average is None and reduce is None
-    are_tensors = isinstance(input, Tensor) and isinstance(target, Tensor)
-    has_classes = are_tensors and target.dtype == torch.int64 and target.shape == input.shape[:-1]
-    is_fused = is_plain and has_classes and input.dim() in (1, 2)
-    is_fused = is_fused and input.numel() >= MIN_FUSED and input.shape[-1] >= MIN_CLASSES
-    is_fused = is_fused and isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
-    if not (is_fused and reduction in _REDUCTIONS and is_ours(input)):  # torch's errors are plain
+    is_fused = (
+        weight is None
+        and size_average is None
+        and reduce is None
+        and isinstance(input, Tensor)
+        and isinstance(target, Tensor)
+        and target.dtype == torch.int64
+        and target.shape == input.shape[:-1]
+        and input.dim() in (1, 2)
+        and input.numel() >= MIN_FUSED
+        and input.shape[-1] >= MIN_CLASSES
+        and isinstance(label_smoothing, (int, float))
+        and 0 <= label_smoothing <= 1
+        and reduction in _REDUCTIONS
+        and is_ours(input)
+    )
+    if not is_fused:  # torch's errors are plain
         return torch.nn.functional.cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )

@@ -13,10 +13,9 @@ from fusedoptim._torch_private import BelowAutograd, backward_pass, increment_ve
 from fusedoptim.ops._bag_batch import Batch
 from fusedoptim.ops._bag_checks import as_lists
 from fusedoptim.ops._bag_gradients import chosen_of, sample_gradients, tables_with_gradient
+from fusedoptim.ops._bag_rows import ROWWISE, Gradient
 from fusedoptim.ops._bag_tables import Tables, tables_of
 from fusedoptim.ops._embedding_bags import (
-    ROWWISE,
-    Gradient,
     bags_and_batch,
     batch_of,
     check_again,

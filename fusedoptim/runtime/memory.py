@@ -17,8 +17,13 @@ from fusedoptim._warn import warn
 
 __all__ = ["keep_memory", "release_memory"]
 
-# malloc.h
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_PARAMETERS = {
+    "M_TRIM_THRESHOLD": -1,
+    "M_MMAP_THRESHOLD": -3,
+    "M_MMAP_MAX": -4,
+    "M_ARENA_MAX": -8,
+}
+"""The numbers of malloc's parameters in malloc.h."""
 _LARGEST_INT = 2**31 - 1
 _NEVER = -1  # M_TRIM_THRESHOLD counts in size_t
 # glibc's defaults, from malloc.c: both thresholds, the mapping threshold at the end of its
@@ -85,9 +90,9 @@ def keep_memory() -> bool:
     with _lock:
         _is_kept = True  # first: what an interrupt leaves half done, release_memory() undoes
         try:
-            _set("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD, _NEVER)
-            _set("M_MMAP_MAX", _M_MMAP_MAX, 0)
-            _set("M_ARENA_MAX", _M_ARENA_MAX, 1)
+            _set("M_TRIM_THRESHOLD", _NEVER)
+            _set("M_MMAP_MAX", 0)
+            _set("M_ARENA_MAX", 1)
         except RuntimeError:
             release_memory()
             raise
@@ -115,10 +120,10 @@ def release_memory() -> None:
         if not _is_kept:
             return
         initial = _initial_settings(_initial_environment())
-        _set("M_MMAP_THRESHOLD", _M_MMAP_THRESHOLD, initial.mmap_threshold)
-        _set("M_TRIM_THRESHOLD", _M_TRIM_THRESHOLD, initial.trim_threshold)
-        _set("M_MMAP_MAX", _M_MMAP_MAX, initial.mmap_max)
-        _set("M_ARENA_MAX", _M_ARENA_MAX, initial.arena_max)
+        _set("M_MMAP_THRESHOLD", initial.mmap_threshold)
+        _set("M_TRIM_THRESHOLD", initial.trim_threshold)
+        _set("M_MMAP_MAX", initial.mmap_max)
+        _set("M_ARENA_MAX", initial.arena_max)
         _is_kept = False
     return_free_memory()
 
@@ -133,9 +138,10 @@ def return_free_memory() -> None:
         trim(ctypes.c_size_t(0))
 
 
-def _set(name: str, parameter: int, value: int) -> None:
+def _set(name: str, value: int) -> None:
     """Set one of malloc's parameters; mallopt takes an int."""
-    if not ctypes.CDLL(None).mallopt(parameter, value if value <= _LARGEST_INT else _NEVER):
+    taken = value if value <= _LARGEST_INT else _NEVER
+    if not ctypes.CDLL(None).mallopt(_PARAMETERS[name], taken):
         raise RuntimeError(f"glibc's mallopt refuses {name}={value}")
 
 

@@ -301,6 +301,7 @@ def check_half(optimizer: str, candidate: Candidate) -> None:
 
 def is_called_from(module: str) -> bool:
     """Whether a function of a module is among the callers."""
+    # By C functions: the tests of interrupts need the same bytecodes, however deep the call is.
     frames = map(operator.itemgetter(0), traceback.walk_stack(None))
     callers = map(operator.methodcaller("get", "__name__"), map(_globals_of, frames))
     return module in sys.modules and module in callers

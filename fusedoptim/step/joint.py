@@ -116,7 +116,7 @@ class _Reduction:
             for rows in parts
         ]
         self._own = [
-            part for part, rows in zip(self._parts, parts) if over_mesh.contributes(_spread(rows))
+            part for part, rows in zip(self._parts, parts) if over_mesh.contributes(rows.spread)
         ]
         # A row for each parameter, and one that compares the parameters of all processes.
         self._values = torch.zeros(len(place) + 1, width, dtype=over_mesh.dtype, device=device)
@@ -151,7 +151,3 @@ class _Reduction:
 
     def wait(self) -> None:
         """Nothing is pending."""
-
-
-def _spread(rows: DenseRows) -> Any:
-    return rows.spread

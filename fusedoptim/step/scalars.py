@@ -93,16 +93,9 @@ def common_factor(
     if grad_scale is not None:
         result = result / grad_scale.to(device, dtype).reshape(())
     if max_norm is not None:
-        norm = sum_over_parameters(squares, dtype, device).sqrt() * result
+        total = torch.zeros((), dtype=dtype, device=device)
+        for square in squares:
+            total = total + square.to(device, dtype)
+        norm = total.sqrt() * result
         result = result * (max_norm / (norm + eps)).clamp(max=1.0)
     return result
-
-
-def sum_over_parameters(
-    squares: Sequence[Tensor], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The sum over all parameters."""
-    total = torch.zeros((), dtype=dtype, device=device)
-    for square in squares:
-        total = total + square.to(device, dtype)
-    return total

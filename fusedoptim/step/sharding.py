@@ -220,10 +220,13 @@ class MeshSum:
         """Whether it adds up the processes' parts of a parameter with this spread."""
         return spread is not None and is_divided(spread) and spread.mesh == self.mesh
 
-    def contributes(self, spread: Spread) -> bool:
-        """Whether this process adds its part: of several with the same part, only the first."""
+    def contributes(self, spread: Spread | None) -> bool:
+        """Whether this process adds its part of a parameter with this spread.
+
+        Of several processes with the same part, only the first does.
+        """
         place = self.mesh.get_coordinate()
-        if place is None:
+        if spread is None or not self.includes(spread) or place is None:
             return False
         return all(place[dim] == 0 for dim in self._dims if dim not in spread.dims)
 
@@ -341,7 +344,7 @@ def over_meshes(
         values = torch.zeros(3, dtype=each.dtype, device=each.device)
         values[2] = each.fingerprint
         for spread, square in squares:
-            if spread is not None and each.includes(spread) and each.contributes(spread):
+            if each.contributes(spread):
                 values[0] += square.to(each.device)
         if found_inf is not None:
             values[1] = found_inf

@@ -170,7 +170,7 @@ class SparseRows:
                 old = buffer.coalesce()
                 known, values = row_numbers(old.indices(), old.shape), old.values()
             self._rows = np.union1d(self._rows, known)
-            self._new[name] = _spread(values.to(self._state_dtype), known, self._rows)
+            self._new[name] = _with_zeros(values.to(self._state_dtype), known, self._rows)
         return fresh
 
     def _write_rows(self) -> tuple[LaunchBlock, int]:
@@ -240,7 +240,7 @@ class SparseRows:
         self._grad = self._rows = self._new = self._no_grad = nothing
 
 
-def _spread(values: Tensor, numbers: Indices, among: Indices) -> Tensor:
+def _with_zeros(values: Tensor, numbers: Indices, among: Indices) -> Tensor:
     """``values`` of the rows ``numbers``, and zeros for the rows of ``among`` that lack values."""
     if len(numbers) == len(among):
         return values.contiguous()

@@ -134,16 +134,7 @@ def state_width(role: Role, param: Tensor) -> int:
 def _state_tensor(
     rule: UpdateRule, owner: str, name: str, state: State, target: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The state ``name`` as a kernel takes it: of ``dtype``, in the element order of ``target``.
-
-    Args:
-        rule: the group's rule.
-        owner: the parameter's name in errors.
-        name: the name of the state.
-        state: the parameter's state; what is missing is made.
-        target: the parameter's memory.
-        dtype: the dtype of the state.
-    """
+    """The state ``name`` as a kernel takes it: of ``dtype``, in the element order of ``target``."""
     value = state.get(name)
     if value is None:
         return rule.initial_state(name, target, dtype)
@@ -159,7 +150,7 @@ def _state_tensor(
     return memory_of(value.to(target.device, dtype), target)
 
 
-def param_numbers(state_dict: dict[str, Any]) -> list[Any]:
+def numbers_in(state_dict: dict[str, Any]) -> list[Any]:
     """The numbers that a state_dict gives the parameters, in their order."""
     return [i for group in state_dict["param_groups"] for i in group["params"]]
 

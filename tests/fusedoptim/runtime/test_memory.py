@@ -302,7 +302,7 @@ class Mallopt:
         )
         self.refused = refused
 
-    def set(self, name: str, parameter: int, value: int) -> None:
+    def set(self, name: str, value: int) -> None:
         if name == self.refused and value == KEPT[name]:
             raise RuntimeError(name)
         self.values[name] = value
@@ -338,7 +338,7 @@ def test_a_refused_setting_changes_nothing(refused: str, mallopt: Mallopt) -> No
 def test_glibc_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=lambda *_: 0))
     with pytest.raises(RuntimeError, match="glibc's mallopt refuses M_MMAP_MAX=0"):
-        memory._set("M_MMAP_MAX", -4, 0)
+        memory._set("M_MMAP_MAX", 0)
 
 
 def test_sizes_that_mallopt_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +347,7 @@ def test_sizes_that_mallopt_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None
     process = types.SimpleNamespace(mallopt=lambda *given: taken.append(given) or 1)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: process)
     for value in (2**31 - 1, 2**31, 2**64 - 1, -1):
-        memory._set("M_TRIM_THRESHOLD", -1, value)
+        memory._set("M_TRIM_THRESHOLD", value)
     assert taken == [(-1, 2**31 - 1), (-1, -1), (-1, -1), (-1, -1)]
 
 
