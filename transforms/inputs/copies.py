@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transforms.inputs.arguments import refuse_replaced_methods
+from transforms.rewrites.split import merge_copies
 
 Memo = dict[int, Any]
 
@@ -19,6 +20,7 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
     """Copy a model and its optimizer, so that the copy of the optimizer updates the copied model.
 
     Hooks are copied; one that is a method of the model or the optimizer becomes the copy's method.
+    Weights whose lower halves another optimizer holds are whole in the copy.
 
     Raises:
         TypeError: the model or the optimizer cannot be copied.
@@ -36,6 +38,7 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
             f"{type(model).__name__} or its optimizer cannot be copied ({type(error).__name__}: "
             f"{error}): pass inplace=True, which rewrites them and transforms.restore undoes"
         ) from error
+    merge_copies(twin)
     return twin, its_optimizer
 
 
