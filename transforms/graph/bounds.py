@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.aliases import is_repeatable
-from transforms.graph.operators import arguments, is_tensor, value
+from transforms.graph.operators import CONVOLUTIONS, TRANSPOSED, arguments, is_tensor, value
 from transforms.rewrites.watched_parameter import detached
 
 _ASSUMED = 1e6
@@ -50,10 +50,7 @@ _SHRINKING = frozenset(
 """Functions that return nothing larger than their first argument."""
 _SUMMING = ("adaptive_avg_pool2d", "avg_pool2d", "mean")
 _UP_TO_ONE = ("hardsigmoid", "sigmoid", "softmax", "tanh")
-PRODUCTS = (
-    *("addmm", "linear", "conv1d", "conv2d", "conv3d"),
-    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-)
+PRODUCTS = ("addmm", "linear", *CONVOLUTIONS, *TRANSPOSED)
 
 
 @operators.own
@@ -228,6 +225,6 @@ def _largest(values: Tensor) -> float:
 def _largest_sum(weight: Tensor, called: str) -> float:
     """The largest sum of weight magnitudes that contribute to one element of a product."""
     # In a transposed convolution this adds up the channels of the same number in all groups.
-    channel = 1 if called == "addmm" or called.startswith("conv_transpose") else 0
+    channel = 1 if called == "addmm" or called in TRANSPOSED else 0
     others = [i for i in range(weight.dim()) if i != channel]
     return _largest(torch.linalg.vector_norm(detached(weight), 1, others, dtype=torch.float32))

@@ -212,9 +212,10 @@ class Plan:
 
     def _compiled(self, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
         given = self._simplified()
-        weights = {node for each in given.products for node in (each.weight, each.bias) if node}
-        if not can_be_scripted(given.graph, given.products):
+        products = given.products
+        if not can_be_scripted(given.graph, products):
             return None
+        weights = {node for each in products for node in (each.weight, each.bias) if node}
         compared = laid_out.compared
         inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
         fixed = {i for node, i in positions(inner.source).items() if node in weights}
