@@ -266,7 +266,7 @@ def _is_channels_last(t: Tensor) -> bool:
     return layout is not None and not t.is_contiguous() and t.is_contiguous(memory_format=layout)
 
 
-def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None = None) -> torch.dtype | None:
+def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None) -> torch.dtype | None:
     """The dtype of the result; None if these tensors cannot be computed in INT8.
 
     Args:
