@@ -112,7 +112,7 @@ def merge_embedding_bags(
     if inplace:
         check_in_place(model, None)
     else:
-        model, _ = copy_pair(model, None)  # type: ignore[assignment]
+        model, _ = copy_pair(model, None)
     options = {
         "optimizer": optimizer,
         "lr": lr,

@@ -44,6 +44,7 @@ class FoldedBatchNorm(nn.Identity):
                 "transforms.restore(model) before training, or model.eval(); a finalized model "
                 "is only for inference"
             )
+        # Not annotated in the class: TorchScript cannot read an annotation that is a string.
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
         # A torch.fx proxy is not a Tensor and has no number of dimensions.
         if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
