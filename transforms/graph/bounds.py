@@ -29,9 +29,11 @@ from transforms.rewrites.watched_parameter import detached
 _ASSUMED = 1e6
 """The largest norm of the values that are compared in each call."""
 _MOST = 1e37
+"""The largest bound of a value that counts as finite."""
 _ROUNDING = 1.01
 """The factor by which a function's rounded result may exceed the exact one."""
 _MOST_COMPARED = 8
+"""The most assumptions that start where a bound becomes too large: each costs time in each call."""
 CLAMPS = ("relu", "relu6", "hardtanh")
 """Functions that oneDNN computes as torch does if no value is NaN."""
 Evaluate = Callable[[Node], Tensor | None]

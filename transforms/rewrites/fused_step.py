@@ -40,7 +40,7 @@ class _Converted:
     _plain: type[Any]
     """The optimizer's own class."""
     _of_all_groups = ()
-    """That class has no such arguments, and ignores what its users call like them."""
+    """Empty: the optimizer's own class has no such arguments, so a group may use their names."""
 
     @property
     def _original_step(self) -> Callable[..., Any]:

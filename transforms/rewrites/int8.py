@@ -67,6 +67,7 @@ class Int8:
         self._grid: Grid | None = None
         self._packed: _Packed | None = None
         self._missed: tuple[int, ...] | None = None
+        """The latest input's shape, if the weight is packed for another one."""
 
     def __reduce__(self) -> tuple[type[Int8], tuple[Range | None]]:
         return type(self), (self.range,)
