@@ -169,12 +169,7 @@ class Int8:
         raise NotImplementedError
 
     def _compute(
-        self,
-        module: Any,
-        codes: Tensor,
-        grid: Grid,
-        packed: _Packed,
-        result: Result,
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
     ) -> Tensor:
         raise NotImplementedError
 
@@ -192,12 +187,7 @@ class _OfLinear(Int8):
         return operators.pack_linear(codes.values)
 
     def _compute(
-        self,
-        module: Any,
-        codes: Tensor,
-        grid: Grid,
-        packed: _Packed,
-        result: Result,
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
     ) -> Tensor:
         return operators.linear(codes, grid, packed.weight, packed.scales, packed.bias, result)
 
@@ -220,12 +210,7 @@ class _OfConvolution(Int8):
         return operators.pack_convolution(codes, grid, geometry, list(x.shape))
 
     def _compute(
-        self,
-        module: Any,
-        codes: Tensor,
-        grid: Grid,
-        packed: _Packed,
-        result: Result,
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
     ) -> Tensor:
         geometry = _geometry(module)
         assert geometry is not None  # as _takes has found
