@@ -11,17 +11,11 @@ from torch import nn
 from fusedoptim.nn import MergedEmbeddingBag
 from fusedoptim.nn._single_bags import check_plain, check_stored, check_trainable
 from fusedoptim.step.tensors import update_order
-from transforms.inputs.arguments import (
-    check_halves,
-    check_model,
-    check_no_copied_halves,
-    check_not_for_inference,
-)
+from transforms.inputs.arguments import check_in_place, check_model, check_not_for_inference
 from transforms.inputs.copies import copy_pair
-from transforms.reports import Entry, Report, conclude, find
+from transforms.reports import Entry, Report, conclude, find, title_of
 from transforms.reports import merged as with_earlier
 from transforms.rewrites.merged_bags import merge
-from transforms.rewrites.split import merge_copies
 from transforms.rewrites.undoing import changes_to
 from transforms.tracing.modules import has_hooks, owners
 
@@ -116,11 +110,9 @@ def merge_embedding_bags(
         check_not_for_inference(model)
     _check_bags(model, name, is_trained=optimizer is not None)
     if inplace:
-        check_halves(model, None)
-        check_no_copied_halves(model)
+        check_in_place(model, None)
     else:
-        model, _ = copy_pair(model, None)  # type: ignore[assignment]
-        merge_copies(model)
+        model, _ = copy_pair(model, None)
     options = {
         "optimizer": optimizer,
         "lr": lr,
@@ -159,8 +151,7 @@ def _report(model: nn.Module, entries: Sequence[Entry]) -> Report:
     """The report of the model with these entries."""
     report = find(model)
     if report is None:
-        mode = "training" if model.training else "inference"
-        report = Report(f"{type(model).__name__} for {mode}", {}, kept_bytes=0)
+        report = Report(title_of(model), {}, kept_bytes=0)
     return with_earlier(model, report._replace(passes={KNOB: entries}))
 
 

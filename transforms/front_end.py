@@ -15,9 +15,8 @@ from fusedoptim.runtime.memory import return_free_memory
 from transforms.embedding_bags import KNOB as MERGING
 from transforms.embedding_bags import mergeable
 from transforms.inputs.arguments import (
-    check_halves,
+    check_in_place,
     check_model,
-    check_no_copied_halves,
     check_not_for_inference,
     check_pair,
 )
@@ -34,9 +33,9 @@ from transforms.reports import (
     check_not_final,
     conclude,
     merged,
+    title_of,
 )
 from transforms.rewrites.packed import supported_dtypes
-from transforms.rewrites.split import merge_copies
 from transforms.rewrites.undoing import changes_to
 
 __all__ = ["optimize"]
@@ -205,14 +204,12 @@ def optimize(
         check_not_final(model)
         check_not_for_inference(model)
     if inplace:
-        check_halves(model, optimizer)
-        check_no_copied_halves(model)
+        check_in_place(model, optimizer)
     if sample_input is not None:
         check_sample(model, sample_input, options.dtype)
     _warn_of_slow_dtype(model, options.dtype)
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
-        merge_copies(model)
     with changes_to(model) as undo:
         job = Job(model, optimizer, options, sample_input, undo)
         report = merged(model, _run(passes, job))
@@ -250,9 +247,7 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
         times["optimized"] = _seconds(job) if latest is None else latest
     if could_be_merged := mergeable(job.model):
         done[MERGING] = could_be_merged
-    mode = "training" if job.model.training else "inference"
-    title = f"{type(job.model).__name__} for {mode}"
-    return Report(title, done, kept_bytes=0, seconds=times, errors=errors)
+    return Report(title_of(job.model), done, kept_bytes=0, seconds=times, errors=errors)
 
 
 def _run_and_time(

@@ -178,6 +178,11 @@ def format_bytes(size: float) -> str:
     return f"{size:.3g} GB"
 
 
+def title_of(model: nn.Module) -> str:
+    """The title of a model's report."""
+    return f"{type(model).__name__} for {'training' if model.training else 'inference'}"
+
+
 def merged(model: nn.Module, report: Report) -> Report:
     """``report``, with the changes of earlier calls."""
     passes = {knob: list(entries) for knob, entries in report.passes.items()}
@@ -198,9 +203,12 @@ def check_not_final(model: nn.Module) -> None:
             )
 
 
-def attach(model: nn.Module, report: Report) -> None:
-    """Store the report in the model."""
-    vars(model)[_ATTRIBUTE] = report
+def attach(model: nn.Module, report: Report | None) -> None:
+    """Store the report in the model; None removes the one that it has."""
+    if report is None:
+        vars(model).pop(_ATTRIBUTE, None)
+    else:
+        vars(model)[_ATTRIBUTE] = report
 
 
 def find(model: nn.Module) -> Report | None:
@@ -208,24 +216,11 @@ def find(model: nn.Module) -> Report | None:
     return vars(model).get(_ATTRIBUTE)
 
 
-def reset(model: nn.Module, before: Report | None) -> None:
-    """Store the report that the model had before, or remove its report."""
-    if before is None:
-        detach(model)
-    else:
-        attach(model, before)
-
-
 def conclude(model: nn.Module, report: Report, undo: Undo) -> None:
     """Store the report of changes, and keep them; until then, ``undo`` undoes that too."""
-    undo.callback(reset, model, find(model))
+    undo.callback(attach, model, find(model))
     attach(model, report)
     undo.keep()
-
-
-def detach(model: nn.Module) -> None:
-    """Remove the report."""
-    vars(model).pop(_ATTRIBUTE, None)
 
 
 def report(model: nn.Module) -> Report:

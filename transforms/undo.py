@@ -15,7 +15,7 @@ from transforms.inputs.arguments import (
     check_same_parameters,
 )
 from transforms.passes import INFERENCE, TRAINING
-from transforms.reports import attach, detach, find
+from transforms.reports import attach, find
 from transforms.reports import report as report_of
 from transforms.rewrites import exchanged_class, int8, merged_bags, plain_tensors, stand_ins
 from transforms.rewrites.fused_step import is_converted
@@ -76,7 +76,7 @@ def restore(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
         for each in reversed(passes):
             each.undo(model, optimizer)
     merged_bags.revert_all(model)
-    detach(model)
+    attach(model, None)
     return model if optimizer is None else (model, optimizer)
 
 

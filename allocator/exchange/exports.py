@@ -155,7 +155,7 @@ class Export:
         self.words[self._tensor + _word_of(DLTensor, "strides")] = start + ndim * _WORD
         slab.exports[slot] = self
 
-    def describe(self, view: View, flags: int = 0) -> None:
+    def describe(self, view: View, flags: int) -> None:
         """Describe a view in the struct."""
         (kind, number), dtype, ndim = view.device, view.dtype, len(view.shape)
         self._numbers[: 2 * ndim] = [*view.shape, *view.strides]
@@ -168,15 +168,14 @@ class Export:
         else:
             self._given = view.address
 
-    def full_capsule(self) -> Any:
-        """A capsule of the struct for torch, which leaves the consumed capsule to us."""
+    def renew_capsule(self) -> None:
+        """Make :attr:`capsule` one that torch can consume; torch leaves the consumed one to us."""
         if REUSES_CAPSULES and self.capsule is not None:
             self.capsule_name[0] = NAME_ADDRESS
         else:
             self.capsule = new_capsule(self.address, self.name, None)
             name = ctypes.c_uint64.from_address(id(self.capsule) + _Capsule.name.offset)
             self.capsule_name = memoryview(name).cast("B").cast("Q")
-        return self.capsule
 
     def give(self, owner: Any) -> None:
         """Keep ``owner`` alive until the deleter is called."""

@@ -104,7 +104,7 @@ class TensorFactory:
 
     def _tensor_of(self, export: Export, owner: Allocation) -> Tensor:
         """The tensor that an export describes, which keeps the owner alive."""
-        export.full_capsule()
+        export.renew_capsule()
         try:
             export.give(owner)
             return self.from_dlpack(export.capsule)

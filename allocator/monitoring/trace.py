@@ -237,7 +237,7 @@ class _Recorder(Hook):
         self._start = time.perf_counter_ns()
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
-        if allocation.nbytes and not self.is_over:  # the release of zero bytes is not reported
+        if not self.is_over:
             place = allocation.address, allocation.nbytes, allocation.stream
             self.trace._add(Event(threading.get_native_id(), self._now(), "allocate", *place))
 

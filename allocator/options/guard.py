@@ -184,8 +184,11 @@ class Guard(Hook):
         heapq.heappush(self._quarantine, (self._discharges, life.number, allocation))
         return ()
 
-    def discharge(self, most: int | None = None) -> Iterable[Allocation]:
-        """The allocations longest in quarantine, until at most ``most`` bytes stay."""
+    def discharge(self, most: int | None) -> Iterable[Allocation]:
+        """The allocations longest in quarantine, until at most ``most`` bytes stay.
+
+        None stands for :attr:`room`.
+        """
         most = self.room if most is None else most
         self._discharges += 1
         while self._quarantine and self._quarantined_bytes > most:

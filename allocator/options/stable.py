@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from allocator.pool.allocation import Allocation
-from allocator.pool.blocks import LARGEST_ALIGNMENT, Block, Heap, Rules, Upstream
+from allocator.pool.blocks import GRAIN, LARGEST_ALIGNMENT, Block, Heap, Rules, Upstream
 from allocator.pool.errors import OutOfMemoryError
 from allocator.pool.sizes import parse_size
 from allocator.pool.source import Source
@@ -36,7 +36,7 @@ class _Arena(Heap):
         (segment,) = self.segments
         self.address = segment.address
 
-    def allocate(self, nbytes: int, alignment: int = 512) -> Block:
+    def allocate(self, nbytes: int, alignment: int = GRAIN) -> Block:
         if not self.fits(nbytes, alignment):
             raise MemoryError(
                 f"the arena of {size_text(self.nbytes)} is exhausted, and a pool with stable "

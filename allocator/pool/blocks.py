@@ -264,7 +264,7 @@ class Heap:
         """All blocks, by segment and offset."""
         return chain.from_iterable(segment.blocks() for segment in self.segments)
 
-    def allocate(self, nbytes: int, alignment: int = 512) -> Block:
+    def allocate(self, nbytes: int, alignment: int = GRAIN) -> Block:
         """Allocate a block for more than 0 bytes, at an alignment that is a power of two.
 
         Raises:
@@ -285,7 +285,7 @@ class Heap:
         block.is_free = False  # last: if interrupted before, it is free
         return block
 
-    def fits(self, nbytes: int, alignment: int = 512) -> bool:
+    def fits(self, nbytes: int, alignment: int = GRAIN) -> bool:
         """Whether :meth:`allocate` would not need upstream."""
         size, _, is_small = self._rounded(nbytes, alignment)
         return self._find(size, alignment, is_small) is not None

@@ -60,7 +60,10 @@ class Debugger(Protocol):
         """A consumer called the deleter although it had been called before."""
 
     def discharge(self, most: int | None) -> Iterable[Allocation]:
-        """The allocations that leave quarantine, until it has at most ``most`` bytes."""
+        """The allocations that leave quarantine, until it has at most ``most`` bytes.
+
+        None lets it hold as many as it may.
+        """
 
     def quarantined(self) -> Collection[Allocation]:
         """The allocations in quarantine, after an asynchronous exception."""

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from allocator.exchange.devices import HOST, oneapi_device
 from allocator.exchange.dlpack import c_api
+from allocator.runtime.devices import KINDS
 from allocator.runtime.fork import check_not_forked, note_driver_runs
 from allocator.runtime.libraries import load_dpctl
 
-KINDS = ("device", "shared", "host")
 HUGE_PAGE = 2 << 20
 _ALIGNMENT = 512
 _WRITABLE = 0x200  # PyBUF_WRITE of CPython's memoryobject.h

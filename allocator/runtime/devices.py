@@ -8,7 +8,8 @@ from allocator.runtime.fork import check_not_forked, note_driver_runs
 from allocator.runtime.formatting import as_html, as_text, size_text
 from allocator.runtime.libraries import cpu_driver_registered, load_dpctl
 
-_KINDS = ("device", "shared", "host")
+KINDS = ("device", "shared", "host")
+"""The kinds of USM memory."""
 _HEADER = ("device", "name", "driver", "memory", "kinds", "units", "float64", "float16")
 
 
@@ -81,7 +82,7 @@ def _described(device: Any) -> Device:
         device.name.strip(),
         device.driver_version,
         device.global_mem_size,
-        tuple(kind for kind in _KINDS if getattr(device, f"has_aspect_usm_{kind}_allocations")),
+        tuple(kind for kind in KINDS if getattr(device, f"has_aspect_usm_{kind}_allocations")),
         device.max_compute_units,
         device.has_aspect_fp64,
         device.has_aspect_fp16,

@@ -52,7 +52,7 @@ _KEYWORDS = frozenset(
     inline int long register restrict return short signed sizeof static struct switch typedef union
     unsigned void volatile while bool uchar ushort uint ulong size_t kernel global local constant
     private generic pipe read_only write_only read_write uniform
-    """.split()  # noqa: SIM905
+    """.split()  # noqa: SIM905  # a list would be much longer
 )
 
 # Round to nearest even in integer arithmetic, as fusedoptim/kernels/_lowering.py explains. A half
@@ -347,7 +347,7 @@ def common_shape(
     if not elements:
         raise ValueError(f"{kernel}: no argument gives a shape; {cure}")
     try:
-        shape = torch.broadcast_shapes(*[t.shape for t in elements])  # type: ignore[no-untyped-call]
+        shape = torch.broadcast_shapes(*[t.shape for t in elements])  # type: ignore[no-untyped-call]  # untyped in torch
     except RuntimeError as error:
         raise ValueError(f"{kernel}: the arguments' shapes do not fit: {error}") from error
     return shape, elements[0].device

@@ -459,7 +459,7 @@ def _type_text(parameter: Parameter) -> str:
     return str(parameter).removesuffix(parameter.name).strip()
 
 
-@disable_dynamo  # type: ignore[untyped-decorator]
+@disable_dynamo  # type: ignore[untyped-decorator]  # torch does not export it
 def untraced(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """A call that torch.compile does not trace, out of a function that it traces."""
     return call(*args, **options)

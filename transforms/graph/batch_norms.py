@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from transforms.graph import operators
-from transforms.graph.operators import arguments, value
+from transforms.graph.operators import CONVOLUTIONS, TRANSPOSED, arguments, value
 from transforms.rewrites.fold_arithmetic import PlainPair, folded
 
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -76,7 +74,7 @@ def _fold(graph: Graph, norm: Node, constants: set[Node]) -> bool:
         return False
     if value(norm).dtype != value(product).dtype:
         return False
-    is_transposed = operators.name(product) in _TRANSPOSED
+    is_transposed = operators.name(product) in TRANSPOSED
     pair += [of_norm["eps"], of_product.get("groups", 1) if is_transposed else None]
     with graph.inserting_before(product):
         weight = graph.call_function(folded_weight, tuple(pair))
@@ -98,6 +96,6 @@ def _takes(product: Node, norm: Node) -> bool:
     called, dimensions = operators.name(product), value(norm).dim()
     if called == "linear":
         return bool(dimensions == 2)
-    if called not in (*_CONVOLUTIONS, *_TRANSPOSED):
+    if called not in (*CONVOLUTIONS, *TRANSPOSED):
         return False
     return bool(dimensions == int(called.removesuffix("d")[-1]) + 2)

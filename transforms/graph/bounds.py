@@ -23,15 +23,17 @@ from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.aliases import is_repeatable
-from transforms.graph.operators import arguments, is_tensor, value
+from transforms.graph.operators import CONVOLUTIONS, TRANSPOSED, arguments, is_tensor, value
 from transforms.rewrites.watched_parameter import detached
 
 _ASSUMED = 1e6
 """The largest norm of the values that are compared in each call."""
 _MOST = 1e37
+"""The largest bound of a value that counts as finite."""
 _ROUNDING = 1.01
 """The factor by which a function's rounded result may exceed the exact one."""
 _MOST_COMPARED = 8
+"""The most assumptions that start where a bound becomes too large: each costs time in each call."""
 CLAMPS = ("relu", "relu6", "hardtanh")
 """Functions that oneDNN computes as torch does if no value is NaN."""
 Evaluate = Callable[[Node], Tensor | None]
@@ -50,10 +52,7 @@ _SHRINKING = frozenset(
 """Functions that return nothing larger than their first argument."""
 _SUMMING = ("adaptive_avg_pool2d", "avg_pool2d", "mean")
 _UP_TO_ONE = ("hardsigmoid", "sigmoid", "softmax", "tanh")
-PRODUCTS = (
-    *("addmm", "linear", "conv1d", "conv2d", "conv3d"),
-    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-)
+PRODUCTS = ("addmm", "linear", *CONVOLUTIONS, *TRANSPOSED)
 
 
 @operators.own
@@ -228,6 +227,6 @@ def _largest(values: Tensor) -> float:
 def _largest_sum(weight: Tensor, called: str) -> float:
     """The largest sum of weight magnitudes that contribute to one element of a product."""
     # In a transposed convolution this adds up the channels of the same number in all groups.
-    channel = 1 if called == "addmm" or called.startswith("conv_transpose") else 0
+    channel = 1 if called == "addmm" or called in TRANSPOSED else 0
     others = [i for i in range(weight.dim()) if i != channel]
     return _largest(torch.linalg.vector_norm(detached(weight), 1, others, dtype=torch.float32))

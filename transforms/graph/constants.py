@@ -119,13 +119,13 @@ class Evaluator:
         return self._done[node]
 
 
-class Names:
-    """Numbers for constants; constants that several graphs compute alike get equal numbers."""
+class Numbering:
+    """Numbers constants; those that several graphs compute alike get equal numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
 
-    def numbers(self, graph: Graph, nodes: Sequence[Node]) -> list[int]:
+    def of(self, graph: Graph, nodes: Sequence[Node]) -> list[int]:
         """The numbers of constants of one graph."""
         found: dict[Node, int] = {}
         for node, position in positions(graph).items():

@@ -94,7 +94,6 @@ def _is_free(node: Node, target: Any, constants: set[Node], steady: Steady) -> b
         is_fresh(target)
         and target not in constants
         and len(target.users) == 1
-        and node.all_input_nodes.count(target) == 1
         and [*node.args, *node.kwargs.values()].count(target) == 1
         and value(target).is_floating_point()
         and value(target).dtype == value(node).dtype

@@ -87,13 +87,20 @@ _CONTEXTS = (
     *("_enter_inference_mode", "_exit_inference_mode"),
 )
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch", "torch.autograd.forward_ad")
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 ATTENTION = "scaled_dot_product_attention"
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
-    "conv2d": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-    "conv_transpose2d": (
-        *("input", "weight", "bias", "stride", "padding"),
-        *("output_padding", "groups", "dilation"),
+    **dict.fromkeys(
+        CONVOLUTIONS, ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    ),
+    **dict.fromkeys(
+        TRANSPOSED,
+        (
+            *("input", "weight", "bias", "stride", "padding"),
+            *("output_padding", "groups", "dilation"),
+        ),
     ),
     "batch_norm": (
         *("input", "weight", "bias", "running_mean", "running_var"),
@@ -107,9 +114,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("relu", "sigmoid", "tanh"), ("input",)),
 }
 """The arguments of functions without a signature that Python can read."""
-PARAMETERS["conv1d"] = PARAMETERS["conv3d"] = PARAMETERS["conv2d"]
-PARAMETERS["conv_transpose1d"] = PARAMETERS["conv_transpose2d"]
-PARAMETERS["conv_transpose3d"] = PARAMETERS["conv_transpose2d"]
 
 
 def own(function: _Function) -> _Function:

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from transforms.graph.aliases import roots, written_roots
 from transforms.graph.batch_norms import NotFinite
 from transforms.graph.bounds import are_as_assumed, values_to_compare
-from transforms.graph.constants import Evaluator, Names, computed, inputs_of, positions
+from transforms.graph.constants import Evaluator, Numbering, computed, inputs_of, positions
 from transforms.graph.lowering import Counts, Lowered, Simplified, lowered, simplified
 from transforms.graph.operators import is_own
 from transforms.graph.recording import Layouts, Recorder
@@ -24,10 +24,10 @@ from transforms.rewrites.packed import is_plain_call
 class _Variant:
     """The function for inputs of one shape, or of any shape."""
 
-    def __init__(self, captured: GraphModule, lowered: Lowered, names: Names) -> None:
+    def __init__(self, captured: GraphModule, lowered: Lowered, numbering: Numbering) -> None:
         self.run: Callable[..., Any] = GraphModule(captured, lowered.graph, "Plan").forward
         self.lowered = lowered
-        self.numbers = names.numbers(lowered.source, lowered.kept)
+        self.numbers = numbering.of(lowered.source, lowered.kept)
         """The numbers of its constants, which follow the captured graph's arguments."""
 
 
@@ -72,16 +72,22 @@ class Plan:
         self._captured = captured
         self._plain: Callable[..., Any] = captured.forward
         self._sources = list(sources)
-        self._folds = self._examines = True
-        self._names = Names()
+        self._folds = True
+        """Whether BatchNorms are folded, as they are until a folded value is infinite."""
+        self._examines = True
+        """Whether values are shown to be finite, as they are until one exceeds its bound."""
+        self._numbering = Numbering()
         self._kept: _Kept | None = None
         self._is_steady = True
+        """Whether the latest call found the sources unchanged."""
         self._missed: tuple[object, ...] | None = None
         """The inputs' shapes, and strides, in the latest call that was not laid out for them."""
         self._misses = 0
         """How many such calls in a row had these shapes."""
         self._most_misses = 2
+        """How many of them make the graph be laid out again."""
         self._patience = 0
+        """How many calls of one state of the sources come before the next compilation."""
         known = set(sources)
         placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
         self._inputs = [i for i in range(len(placeholders)) if i not in known]
@@ -100,7 +106,7 @@ class Plan:
         convolutions = [each for each in given.products if each.is_convolution]
         self._has_convolutions = bool(convolutions)
         general = lowered(given, None)
-        self._general = _Variant(self._captured, general, self._names)
+        self._general = _Variant(self._captured, general, self._numbering)
         weights = [node for each in convolutions for node in (each.weight, each.bias) if node]
         self._watched = inputs_of(general.source, [*general.kept, *weights])
         """The sources that constants are computed from, in this variant or a later one."""
@@ -212,9 +218,10 @@ class Plan:
 
     def _compiled(self, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
         given = self._simplified()
-        weights = {node for each in given.products for node in (each.weight, each.bias) if node}
-        if not can_be_scripted(given.graph, given.products):
+        products = given.products
+        if not can_be_scripted(given.graph, products):
             return None
+        weights = {node for each in products for node in (each.weight, each.bias) if node}
         compared = laid_out.compared
         inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
         fixed = {i for node, i in positions(inner.source).items() if node in weights}
@@ -274,7 +281,7 @@ class Plan:
         given = self._simplified()
         before, compared = self._laid_out, self._compared(kept, args)
         made = lowered(given, layouts, compared=compared)
-        variant = _Variant(self._captured, made, self._names)
+        variant = _Variant(self._captured, made, self._numbering)
         laid_out = self._laid_out = _LaidOut(key, variant, layouts, compared)
         if before is not None:
             kept.arguments.pop(before.variant, None)

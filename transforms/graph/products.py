@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.bounds import CLAMPS
-from transforms.graph.operators import arguments, is_writing, value
+from transforms.graph.operators import CONVOLUTIONS, arguments, is_writing, value
 from transforms.rewrites.geometry import expanded, may_see_only_padding
 from transforms.rewrites.packed import LEAST_PRODUCTS, reorder_linear, supported_dtypes
 from transforms.rewrites.post_ops import NO_OP, OF_FUNCTIONS, RELU, PostOp, clamp, gelu, leaky_relu
@@ -216,7 +216,7 @@ def _geometry(called: str, a: Mapping[str, Any], x: Node, weight: Node) -> tuple
 def may_crash(node: Node) -> bool:
     """Whether oneDNN may crash in a convolution, packed or in oneDNN Graph."""
     called, a = operators.name(node), arguments(node)
-    if called not in ("conv1d", "conv2d", "conv3d") or not operators.is_tensor(a.get("weight")):
+    if called not in CONVOLUTIONS or not operators.is_tensor(a.get("weight")):
         return False
     size = value(a["weight"]).shape[-1]
     stride, padding, dilation = (

@@ -156,8 +156,13 @@ def check_no_wrapper(model: nn.Module, optimizer: Optimizer | None) -> None:
         check_no_hooks(type(optimizer).__name__, merged)
 
 
-def check_no_copied_halves(model: nn.Module) -> None:
-    """Raise if ``model`` was copied with split weights, but without their optimizer."""
+def check_in_place(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Raise unless a call may rewrite ``model`` and ``optimizer`` themselves, not copies of them.
+
+    The halves of weights must be those of ``optimizer``. A model that was copied without its
+    optimizer has its own.
+    """
+    check_halves(model, optimizer)
     if any(halves.is_alone for halves in split.halves_in(model)):
         raise ValueError(
             "the model's weights are split into halves, and it was copied without its optimizer: "

@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from transforms.inputs.arguments import refuse_replaced_methods
+from transforms.rewrites.split import merge_copies
 
 Memo = dict[int, Any]
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
-def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+def copy_pair(model: _Model, optimizer: Optimizer | None) -> tuple[_Model, Optimizer | None]:
     """Copy a model and its optimizer, so that the copy of the optimizer updates the copied model.
 
     Hooks are copied; one that is a method of the model or the optimizer becomes the copy's method.
+    Weights whose lower halves another optimizer holds are whole in the copy.
 
     Raises:
         TypeError: the model or the optimizer cannot be copied.
@@ -36,6 +39,7 @@ def copy_pair(model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module,
             f"{type(model).__name__} or its optimizer cannot be copied ({type(error).__name__}: "
             f"{error}): pass inplace=True, which rewrites them and transforms.restore undoes"
         ) from error
+    merge_copies(twin)
     return twin, its_optimizer
 
 

@@ -66,23 +66,22 @@ def resolve(
     given = {name: value for name, value in knobs.items() if value is not None}
     chosen = {name: given.get(name, default) for name, default in defaults.items()}
     if is_training:
-        _check_training(low, chosen, knobs)
+        if low is None and not knobs[SPLIT]:  # the level's default is for bfloat16
+            chosen[SPLIT] = False
+        _check_training(low, chosen)
     return Options(low, chosen, frozenset(name for name in chosen if given.get(name)))
 
 
-def _check_training(
-    dtype: torch.dtype | None, chosen: dict[str, bool], knobs: Mapping[str, bool | None]
-) -> None:
-    """Raise if the knobs for training contradict each other; turn splitting off in float32."""
+def _check_training(dtype: torch.dtype | None, chosen: Mapping[str, bool]) -> None:
+    """Raise if the knobs for training contradict each other or the dtype."""
     if dtype == torch.float16:
         raise ValueError(
             "dtype=torch.float16 is for inference: train with dtype=torch.bfloat16, or in float32 "
             "under torch.autocast with a torch.amp.GradScaler"
         )
     if dtype is None:
-        if knobs[SPLIT]:
+        if chosen[SPLIT]:
             raise ValueError(f"{SPLIT}=True needs dtype=torch.bfloat16")
-        chosen[SPLIT] = False
         return
     if not chosen[SPLIT]:
         raise ValueError(

@@ -13,11 +13,12 @@ from transforms.rewrites import plain_tensors
 from transforms.rewrites.fold import fold_of
 from transforms.rewrites.rounded import RoundedParameter, RoundedParameters
 from transforms.tracing.modules import (
+    COMPUTED,
     CONVOLUTIONS,
     TRANSPOSED,
+    computes_like,
     has_computed_tensors,
     owners,
-    plain_kind,
 )
 
 _KINDS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear, nn.Embedding, nn.EmbeddingBag)
@@ -94,10 +95,10 @@ def _float32(module: nn.Module) -> dict[str, Parameter]:
 
 def _objection(module: nn.Module, dtype: torch.dtype) -> str | None:
     """Why the module's weights must stay float32, if they must."""
-    if plain_kind(module, _KINDS) is None:
+    if not computes_like(module, _KINDS):
         return f"{type(module).__name__} is not one of torch's layers that compute in 16 bits"
     if has_computed_tensors(module):
-        return "has a weight that is computed from others (a parametrization)"
+        return COMPUTED
     if getattr(module, "max_norm", None) is not None:
         return "renormalizes its weight (max_norm), which would lose accuracy in 16 bits"
     most = torch.finfo(dtype).max

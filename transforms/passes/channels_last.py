@@ -23,7 +23,7 @@ from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import geometry, plain_tensors
 from transforms.rewrites.undoing import Undo
-from transforms.tracing.modules import has_computed_tensors, plain_kind
+from transforms.tracing.modules import COMPUTED, computes_like, has_computed_tensors
 from transforms.tracing.source import names_used
 
 _FORMATS = {
@@ -139,8 +139,8 @@ def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_for
 
 def _objection(module: nn.Module) -> str | None:
     if has_computed_tensors(module):
-        return "has a weight that is computed from others (a parametrization)"
-    return None if plain_kind(module, tuple(_FORMATS)) else "overrides its methods"
+        return COMPUTED
+    return None if computes_like(module, tuple(_FORMATS)) else "overrides its methods"
 
 
 def _lay_out(convolutions: Convolutions) -> None:

@@ -10,7 +10,7 @@ from fusedoptim.nn import AlphaDropout, Dropout
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites.stand_ins import SkippedDropout, revert, revert_all, stand_in
-from transforms.tracing.modules import has_hooks, plain_kind
+from transforms.tracing.modules import computes_like, has_hooks
 
 _KINDS = (
     AlphaDropout,
@@ -49,7 +49,7 @@ class DropDropout(Pass):
 
 
 def _objection(module: nn.Module) -> str | None:
-    if plain_kind(module, _KINDS) is None:
+    if not computes_like(module, _KINDS):
         return f"{type(module).__name__} overrides its methods"
     if module.training:
         return "is in training mode, but the model is not"

@@ -14,8 +14,8 @@ from torch import nn
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites.fold import Fold
-from transforms.tracing.batch_norm_pairs import Kinds, find_batch_norm_pairs
-from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, frozen_batch_norms, owners
+from transforms.tracing.batch_norm_pairs import find_batch_norm_pairs
+from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, Kinds, frozen_batch_norms, owners
 
 _CONVOLUTIONS: Kinds = (*CONVOLUTIONS, *TRANSPOSED)
 _LINEARS: Kinds = (nn.Linear,)

@@ -10,7 +10,7 @@ from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.frozen_batch_norm import FrozenBatchNorm
-from transforms.tracing.modules import frozen_batch_norms, plain_kind
+from transforms.tracing.modules import frozen_batch_norms, has_replaced_methods
 
 
 class FuseFrozenBatchNorm(ExchangingPass):
@@ -26,7 +26,7 @@ class FuseFrozenBatchNorm(ExchangingPass):
             if not isinstance(module, kinds):
                 continue
             reason = None
-            if type(module) not in kinds or not plain_kind(module, kinds):
+            if type(module) not in kinds or has_replaced_methods(module):
                 reason = f"{type(module).__name__} overrides its methods"
             if reason is None:
                 exchanged_class.exchange(module, FrozenBatchNorm, job.undo)

@@ -13,7 +13,7 @@ from transforms.rewrites.packed import PackedProduct
 from transforms.rewrites.post_ops import ACTIVATION, activations, post_op
 from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
-from transforms.tracing.modules import plain_kind
+from transforms.tracing.modules import has_replaced_methods
 
 
 class Fuse(Pass):
@@ -67,6 +67,6 @@ def _join(feeder: nn.Module, activation: nn.Module, undo: Undo) -> None:
 
 
 def _objection(activation: nn.Module) -> str | None:
-    if plain_kind(activation, (exchanged_class.own_class(activation),)) is None:
+    if has_replaced_methods(activation):
         return f"overrides its methods: {type(activation).__name__} may differ"
     return None

@@ -14,7 +14,7 @@ from fusedoptim.nn import GELU
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
-from transforms.tracing.modules import plain_kind
+from transforms.tracing.modules import Kinds, has_replaced_methods
 from transforms.tracing.source import functions_called
 
 _MODULE = "transformers.activations"
@@ -45,14 +45,14 @@ class FuseGELU(ExchangingPass):
         return entries
 
 
-def _kinds() -> tuple[type[nn.Module], ...]:
+def _kinds() -> Kinds:
     """The classes that compute the approximation; transformers' only if it is imported."""
     library = sys.modules.get(_MODULE)
     others = (getattr(library, name, None) for name in _NAMES)
     return (nn.GELU, *(kind for kind in others if kind is not None))
 
 
-def _is_approximate(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+def _is_approximate(module: nn.Module, kinds: Kinds) -> bool:
     if isinstance(module, GELU) or not isinstance(module, kinds):
         return False
     return not isinstance(module, nn.GELU) or module.approximate == "tanh"
@@ -66,7 +66,7 @@ def _calls_approximation(cls: type[nn.Module]) -> bool:
     )
 
 
-def _objection(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:
-    if type(module) in kinds and plain_kind(module, (type(module),)):
+def _objection(module: nn.Module, kinds: Kinds) -> str | None:
+    if type(module) in kinds and not has_replaced_methods(module):
         return None
     return f"overrides GELU: {type(module).__name__} may differ from it"

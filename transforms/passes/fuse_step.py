@@ -107,7 +107,7 @@ def _name(cls: type) -> str:
 def _complete_options(optimizer: Optimizer, base: Any) -> set[str]:
     """Set the options that the groups and defaults of an optimizer lack; return their names.
 
-    It was unpickled from an older torch, or edited by a user.
+    They lack some if the optimizer was unpickled from an older torch, or edited by a user.
     """
     known = optimizer.defaults
     if base in fused_step.OURS:

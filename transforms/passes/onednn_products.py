@@ -13,7 +13,13 @@ from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear, OneDNNModule
-from transforms.tracing.modules import has_computed_tensors, plain_kind, transposed_linears
+from transforms.tracing.modules import (
+    COMPUTED,
+    Kinds,
+    has_computed_tensors,
+    has_replaced_methods,
+    transposed_linears,
+)
 
 
 class OneDNNProducts(ExchangingPass):
@@ -56,10 +62,10 @@ def _objection_to_all(job: Job) -> str | None:
     return onednn_products.objection()
 
 
-def _objection(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> str | None:
+def _objection(module: nn.Module, kinds: Kinds) -> str | None:
     if has_computed_tensors(module):
-        return "has a weight that is computed from others (a parametrization)"
-    if type(module) not in kinds or plain_kind(module, (type(module),)) is None:
+        return COMPUTED
+    if type(module) not in kinds or has_replaced_methods(module):
         return f"overrides its methods: {type(module).__name__} may differ"
     weight = module.weight
     if type(weight) not in (Tensor, nn.Parameter):

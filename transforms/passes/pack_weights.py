@@ -16,14 +16,14 @@ from transforms.rewrites.packed_copy import Pack
 from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.schemas import difference
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch_all
-from transforms.tracing.modules import has_computed_tensors, plain_kind
+from transforms.tracing.modules import COMPUTED, Kinds, has_computed_tensors, has_replaced_methods
 
 _CLASSES: dict[type[nn.Module], type[PackedModule]] = {**packed.CLASSES, nn.LSTM: PackedLSTM}
 _LEAST_TERMS, _LEAST_TAPS = 15, 11
 """The terms for each output, and in float32 the taps, from which packing a Conv1d saves more than
 copying its result costs (docs/design/packed-weights.md)."""
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose3d)
-_KINDS: tuple[type[nn.Module], ...] = (*_CLASSES, *_TRANSPOSED, nn.GRU, nn.RNN)
+_KINDS: Kinds = (*_CLASSES, *_TRANSPOSED, nn.GRU, nn.RNN)
 
 
 class PackWeights(Pass):
@@ -73,14 +73,14 @@ def _weights(module: nn.Module) -> list[str]:
 def _objection(module: nn.Module) -> str | None:
     names = _weights(module)
     if any(has_computed_tensors(module, name) for name in names):
-        return "has a weight that is computed from others (a parametrization)"
+        return COMPUTED
     if isinstance(module, Int8Module):
         return "computes in INT8"
     if isinstance(module, nn.GRU | nn.RNN):
         return f"torch's operators of oneDNN have no {type(module).__name__}"
     if isinstance(module, _TRANSPOSED):
         return "oneDNN returns other strides than torch: a copy costs most of what packing gains"
-    if type(module) not in _CLASSES or plain_kind(module, (type(module),)) is None:
+    if type(module) not in _CLASSES or has_replaced_methods(module):
         return f"overrides its methods: {type(module).__name__} may differ"
     absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
     if absent:

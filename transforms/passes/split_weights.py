@@ -35,11 +35,11 @@ class SplitWeights(Pass):
 
     def run(self, job: Job) -> list[Entry]:
         """Split; weights that an earlier call split are not reported again."""
-        assert job.optimizer is not None
-        halves = getattr(job.optimizer, "halves", None)
-        is_first = halves is None or not halves.in_model
-        job.undo.callback(_back_to_now(job.model, job.optimizer))
-        entries = split_master_weights(job.model, job.optimizer)
+        optimizer = job.optimizer
+        assert isinstance(optimizer, FusedOptimizer)  # FuseStep has run, or has raised
+        is_first = not optimizer.halves.in_model
+        job.undo.callback(_back_to_now(job.model, optimizer))
+        entries = split_master_weights(job.model, optimizer)
         return [entry for entry in entries if is_first or entry.what != _SPLIT_ALREADY]
 
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -125,15 +125,13 @@ def merge_master_weights(model: nn.Module, optimizer: Optimizer) -> None:
         split.detach(model, optimizer.halves)
 
 
-def _back_to_now(model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+def _back_to_now(model: nn.Module, optimizer: FusedOptimizer) -> Callable[[], None]:
     """A function that merges, in place, the weights that are split after this call."""
-    before = frozenset(optimizer.halves) if isinstance(optimizer, FusedOptimizer) else frozenset()
+    before = frozenset(optimizer.halves)
     kept = split.split_modules(model)
     grads = [(p, p.grad) for p in model.parameters() if p not in before]
 
     def undo() -> None:
-        if not isinstance(optimizer, FusedOptimizer):
-            return
         if not optimizer.split:
             optimizer.merge_params(p for p in optimizer.halves if p not in before)
         split.detach(model, optimizer.halves, kept)

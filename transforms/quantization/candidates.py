@@ -12,9 +12,15 @@ from torch import nn
 from transforms.rewrites import fast_path, geometry
 from transforms.rewrites.int8 import CLASSES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
-from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, plain_kind
+from transforms.tracing.modules import (
+    COMPUTED,
+    TRANSPOSED,
+    Kinds,
+    has_computed_tensors,
+    has_replaced_methods,
+)
 
-_KINDS: tuple[type[nn.Module], ...] = tuple(CLASSES)
+_KINDS: Kinds = tuple(CLASSES)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -65,8 +71,8 @@ def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[nn.Module, str]:
 
 def _objection(module: Any) -> str | None:
     if has_computed_tensors(module):
-        return "has a weight that is computed from others (a parametrization)"
-    if plain_kind(module, _KINDS) is None or type(module) not in CLASSES:
+        return COMPUTED
+    if type(module) not in CLASSES or has_replaced_methods(module):
         return f"overrides its methods: {type(module).__name__} may differ"
     weight = module.weight
     if type(weight) not in (nn.Parameter, WatchedParameter):

@@ -13,7 +13,7 @@ from transforms.rewrites.int8 import CLASSES
 from transforms.rewrites.post_ops import activations, post_op
 from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
-from transforms.tracing.modules import plain_kind
+from transforms.tracing.modules import has_replaced_methods
 
 
 class Following(NamedTuple):
@@ -53,5 +53,4 @@ def join(following: Collection[Following], undo: Undo) -> None:
 
 
 def _is_plain(activation: nn.Module) -> bool:
-    own = exchanged_class.own_class(activation)
-    return post_op(activation) is not None and plain_kind(activation, (own,)) is not None
+    return post_op(activation) is not None and not has_replaced_methods(activation)

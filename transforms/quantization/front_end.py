@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from transforms.inputs.arguments import check_halves, check_model, check_no_copied_halves
+from transforms.inputs.arguments import check_in_place, check_model
 from transforms.inputs.copies import copy_pair
 from transforms.inputs.options import Options, check_flag
 from transforms.inputs.state import put_back
@@ -20,7 +20,7 @@ from transforms.quantization.candidates import objections
 from transforms.quantization.chains import find_following, join
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
-from transforms.reports import Entry, Report, attach, conclude, find, merged, reset
+from transforms.reports import Entry, Report, attach, conclude, find, merged, title_of
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.fused_activation import FusedActivation
@@ -29,7 +29,6 @@ from transforms.rewrites.int8_operators import objection
 from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.post_ops import ACTIVATION
-from transforms.rewrites.split import merge_copies
 from transforms.rewrites.undoing import Undo, changes_to
 from transforms.rewrites.watched_parameter import unwatch_all
 
@@ -169,18 +168,15 @@ def quantize(
     if (reason := objection()) is not None:
         raise RuntimeError(reason)
     if inplace:
-        check_halves(model, None)
-        check_no_copied_halves(model)
+        check_in_place(model, None)
     else:
         model, _ = copy_pair(model, None)
-        merge_copies(model)
     with changes_to(model) as undo:
         _unpack(model, undo)
         prepared = _prepare(model, undo)
         entries = _quantize(model, loader, choices, undo)
-        report = Report(f"{type(model).__name__} for inference", {**prepared, KNOB: entries}, 0)
-        report = merged(model, report)
-        conclude(model, report, undo)
+        report = Report(title_of(model), {**prepared, KNOB: entries}, kept_bytes=0)
+        conclude(model, merged(model, report), undo)
     return model
 
 
@@ -266,7 +262,7 @@ def _unpack(model: nn.Module, undo: Undo) -> None:
             exchanged_class.suspend(module, undo)
             vars(module).pop(ACTIVATION, None)  # the callback sets it again
     if (report := find(model)) is not None:
-        undo.callback(reset, model, report)
+        undo.callback(attach, model, report)
         passes = {knob: done for knob, done in report.passes.items() if knob not in _REPLACED}
         attach(model, report._replace(passes=passes))
 

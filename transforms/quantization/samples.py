@@ -113,24 +113,15 @@ def _shown(
 
         with tqdm(total=total, desc="calibrating", unit="batch", ncols=88) as bar:
             yield bar.update
-    else:
-        with _Counter(total) as counter:
-            yield counter.advance
+    else:  # a line that counts
+        numbers = itertools.count(1)
+        of = "" if total is None else f"/{total}"
 
+        def advance() -> None:
+            text = f"\rcalibrating: {next(numbers)}{of} batches"
+            print(text, end="", file=sys.stderr, flush=True)
 
-class _Counter(contextlib.AbstractContextManager["_Counter"]):
-    """A line on stderr that counts batches, where tqdm is not installed."""
-
-    def __init__(self, total: int | None) -> None:
-        self._of = "" if total is None else f"/{total}"
-        self._count = 0
-
-    def advance(self) -> None:
-        """Count one."""
-        self._count += 1
-        print(
-            f"\rcalibrating: {self._count}{self._of} batches", end="", file=sys.stderr, flush=True
-        )
-
-    def __exit__(self, *_: object) -> None:
-        print(file=sys.stderr)
+        try:
+            yield advance
+        finally:
+            print(file=sys.stderr)

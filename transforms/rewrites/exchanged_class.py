@@ -91,5 +91,8 @@ def revert(module: nn.Module) -> None:
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Replace the class of ``module``, without ``nn.Module.__setattr__``, which is interrupted."""
+    """Replace the class of ``module``, without ``nn.Module.__setattr__``.
+
+    An interrupt may come in the middle of that method, which is Python code.
+    """
     object.__setattr__(module, "__class__", kind)

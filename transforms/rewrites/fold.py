@@ -15,7 +15,7 @@ from transforms.rewrites import plain_tensors, remainders
 from transforms.rewrites.fold_arithmetic import PlainPair, factors, folded, unfolded
 from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
 from transforms.rewrites.watched_parameter import detached
-from transforms.tracing.modules import TRANSPOSED, has_computed_tensors, own_tensors
+from transforms.tracing.modules import COMPUTED, TRANSPOSED, has_computed_tensors, own_tensors
 
 
 class _Plain(NamedTuple):
@@ -69,7 +69,7 @@ class Fold:
     def objection(self) -> str | None:
         """Why the values of the two plain modules cannot be folded, if they cannot."""
         if has_computed_tensors(self._feeder) or has_computed_tensors(self._norm):
-            return "has a weight that is computed from others (a parametrization)"
+            return COMPUTED
         tensors = self.tensors()
         for t in tensors:
             if not t.is_floating_point() or t.is_meta:

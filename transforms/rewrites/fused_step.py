@@ -40,7 +40,7 @@ class _Converted:
     _plain: type[Any]
     """The optimizer's own class."""
     _of_all_groups = ()
-    """That class has no such arguments, and ignores what its users call like them."""
+    """Empty: the optimizer's own class has no such arguments, so a group may use their names."""
 
     @property
     def _original_step(self) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ class _Converted:
 
 def _blank(plain: type[Any]) -> Optimizer:
     """An empty object of the converted class of ``plain``, for pickle to fill."""
-    fused: type[Optimizer] = _class_for(plain)  # type: ignore[arg-type]
+    fused: type[Optimizer] = _class_for(plain)  # type: ignore[arg-type]  # classes are hashable
     return object.__new__(fused)
 
 
@@ -88,7 +88,7 @@ def fuse(optimizer: Optimizer) -> None:
     """Convert an optimizer of a known class; raise, changing nothing, if no kernel can step it."""
     plain, before = type(optimizer), dict(vars(optimizer))
     try:
-        optimizer.__class__ = _class_for(plain)  # type: ignore[arg-type]
+        optimizer.__class__ = _class_for(plain)  # type: ignore[arg-type]  # classes are hashable
         assert isinstance(optimizer, FusedOptimizer)
         optimizer._set_up(optimizer.defaults.get("max_grad_norm"), split=False)
         optimizer._check_groups()
@@ -172,5 +172,5 @@ def _tracked_step(optimizer: Optimizer, new: type[Any]) -> dict[str, Any]:
         this._opt_called = True
         return step(this, *args, **kwargs)
 
-    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapper._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's mark
     return {"step": wrapper}

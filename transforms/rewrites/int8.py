@@ -67,6 +67,7 @@ class Int8:
         self._grid: Grid | None = None
         self._packed: _Packed | None = None
         self._missed: tuple[int, ...] | None = None
+        """The latest input's shape, if the weight is packed for another one."""
 
     def __reduce__(self) -> tuple[type[Int8], tuple[Range | None]]:
         return type(self), (self.range,)
@@ -168,12 +169,7 @@ class Int8:
         raise NotImplementedError
 
     def _compute(
-        self,
-        module: Any,
-        codes: Tensor,
-        grid: Grid,
-        packed: _Packed,
-        result: Result,
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
     ) -> Tensor:
         raise NotImplementedError
 
@@ -191,12 +187,7 @@ class _OfLinear(Int8):
         return operators.pack_linear(codes.values)
 
     def _compute(
-        self,
-        module: Any,
-        codes: Tensor,
-        grid: Grid,
-        packed: _Packed,
-        result: Result,
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
     ) -> Tensor:
         return operators.linear(codes, grid, packed.weight, packed.scales, packed.bias, result)
 
@@ -219,12 +210,7 @@ class _OfConvolution(Int8):
         return operators.pack_convolution(codes, grid, geometry, list(x.shape))
 
     def _compute(
-        self,
-        module: Any,
-        codes: Tensor,
-        grid: Grid,
-        packed: _Packed,
-        result: Result,
+        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
     ) -> Tensor:
         geometry = _geometry(module)
         assert geometry is not None  # as _takes has found
@@ -266,7 +252,7 @@ def _is_channels_last(t: Tensor) -> bool:
     return layout is not None and not t.is_contiguous() and t.is_contiguous(memory_format=layout)
 
 
-def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None = None) -> torch.dtype | None:
+def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None) -> torch.dtype | None:
     """The dtype of the result; None if these tensors cannot be computed in INT8.
 
     Args:

@@ -88,11 +88,8 @@ def _release(merged: MergedEmbeddingBag, dtypes: Sequence[torch.dtype]) -> None:
     for bag, dtype in zip(merged, dtypes):
         if bag.weight in optimizer.halves and dtype == torch.float32:
             optimizer.halves.merge(bag.weight)
-    _set_trainable([*merged], not is_frozen(merged))
-
-
-def _set_trainable(bags: Sequence[nn.EmbeddingBag], is_trained: bool = True) -> None:
-    for bag in bags:
+    is_trained = not is_frozen(merged)
+    for bag in merged:
         bag.weight.requires_grad_(is_trained)
 
 

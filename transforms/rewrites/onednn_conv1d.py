@@ -17,5 +17,5 @@ class OneDNNConv1D(OneDNNModule, Conv1D):
         weight = self.weight.t()
         if self.training and is_served(x, weight, self.bias, self._fusedoptim_least_products):
             return linear(x, weight, self.bias)
-        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]  # untyped in transformers
         return result

@@ -83,7 +83,7 @@ def objection() -> str | None:
     """Why oneDNN's products are not used on this machine; None if they are."""
     if "_linear_pointwise" in missing_operators():
         return difference(["_linear_pointwise"])
-    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]  # untyped in torch
         return "this torch computes products without MKL"
     try:
         vendor = processor_facts().get("vendor_id")

@@ -133,12 +133,7 @@ class PackedProduct(PackedModule):
         raise NotImplementedError
 
     def _packed(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        geometry: Geometry,
-        dtype: torch.dtype,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, dtype: torch.dtype
     ) -> Packed | None:
         """The packed copy for a product of ``dtype``; None if the plain weight must be used."""
         raise NotImplementedError
@@ -239,12 +234,7 @@ class PackedLinear(PackedProduct, nn.Linear):
         return x.numel() // max(columns, 1) * weight.numel() >= LEAST_PRODUCTS
 
     def _packed(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        geometry: Geometry,
-        dtype: torch.dtype,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, dtype: torch.dtype
     ) -> Packed | None:
         return self._fusedoptim_pack.of((weight,), dtype, geometry, (), _reorder_linear)
 
@@ -277,12 +267,7 @@ class _PackedConvolution(PackedProduct):
         return True
 
     def _packed(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        geometry: Geometry,
-        dtype: torch.dtype,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, dtype: torch.dtype
     ) -> Packed | None:
         def reorder(weights: Sequence[Tensor]) -> list[Tensor] | None:
             (weight,), x_cast, dense = weights, x.to(dtype), _dense(bias, dtype)

@@ -72,6 +72,7 @@ class Pack:
         self._copy: Packed | None = None  # replaced as a whole: threads may call one module
         self._last: _Call | None = None
         self._missed: Signature | None = None
+        """The signature of the latest call that differed from the copy's."""
         self._useless: Signature | None = None
         """The signature for which oneDNN's layout was useless."""
 

@@ -60,20 +60,20 @@ def attach(module: nn.Module, rewrite: Rewrite) -> None:
     own[_HANDLES] = [
         hook_save(module, _save),
         hook_load(module, _before_load),
-        module.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]  # untyped in torch
     ]
 
 
 def hook_save(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
     """Register a ``state_dict`` hook that runs before all others, so that they see its result."""
-    handle: RemovableHandle = module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
     _call_first(module._state_dict_hooks, handle)
     return handle
 
 
 def hook_load(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
     """Register a ``load_state_dict`` hook that runs before all others."""
-    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
     _call_first(module._load_state_dict_pre_hooks, handle)
     return handle
 
@@ -153,8 +153,8 @@ def with_strides(values: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def shared_as(values: Tensor, source: Tensor) -> Tensor:
     """Move ``values`` to shared memory if ``source`` is there, and return them."""
-    if source.is_shared():  # type: ignore[no-untyped-call]
-        values.share_memory_()  # type: ignore[no-untyped-call]
+    if source.is_shared():  # type: ignore[no-untyped-call]  # untyped in torch
+        values.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
     return values
 
 
@@ -195,7 +195,7 @@ def _move(
     with torch.inference_mode(False):
         rewrite.undo()
     try:
-        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
     finally:
         with torch.inference_mode(False):
             rewrite.redo()

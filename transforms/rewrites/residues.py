@@ -32,11 +32,6 @@ class Residue(NamedTuple):
     originals: Tensor
     """float32: the values at those positions."""
 
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return self.differences.nbytes + self.exceptions.nbytes + self.originals.nbytes
-
 
 def split(values: Tensor, dtype: torch.dtype, is_used_up: bool = False) -> tuple[Tensor, Residue]:
     """Round float32 ``values``, and return the rounded tensor and the residue.

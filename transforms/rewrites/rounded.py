@@ -34,11 +34,10 @@ class RoundedParameter:
         try:
             low, residue = residues.split(values, self.dtype, is_used_up)
             rounded = plain_tensors.shared_as(low, values)
-            keeps_grad = self._is_trained and grad is not None
-            low_grad = grad.to(self.dtype) if keeps_grad and grad is not None else None
+            low_grad = grad.to(self.dtype) if self._is_trained and grad is not None else None
             self.param.data = rounded
             self.param.grad = low_grad
-            self.residue, self._grad = residue, None if keeps_grad else grad
+            self.residue, self._grad = residue, grad if low_grad is None else None
         except BaseException:  # an interrupt
             if low is not None and is_used_up:
                 values.copy_(residues.join(low, residue))

@@ -176,7 +176,7 @@ def _move(
     for (_, param, _), values in zip(split, exact):
         _exchange(param, values)
     try:
-        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
     finally:
         for name, param, halves in split:
             is_same = module._parameters[name] is param and not param.is_meta

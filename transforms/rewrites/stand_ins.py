@@ -15,7 +15,6 @@ from transforms.rewrites import plain_tensors
 from transforms.rewrites.exchanged_class import become
 
 _CLASS, _DIMENSIONS = "_fusedoptim_class", "_fusedoptim_dimensions"
-_ANY = 0
 
 
 class SkippedDropout(nn.Identity):
@@ -45,6 +44,7 @@ class FoldedBatchNorm(nn.Identity):
                 "transforms.restore(model) before training, or model.eval(); a finalized model "
                 "is only for inference"
             )
+        # Not annotated in the class: TorchScript cannot read an annotation that is a string.
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
         # A torch.fx proxy is not a Tensor and has no number of dimensions.
         if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
@@ -67,7 +67,7 @@ class FoldedBatchNorm(nn.Identity):
         self._load_from_state_dict(*args, **kwargs)  # the BatchNorm's
 
 
-def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = _ANY) -> None:
+def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = 0) -> None:
     """Replace the module's class; inputs must have ``dimensions`` dimensions, if that is not 0."""
     vars(module)[_CLASS] = type(module)
     vars(module)[_DIMENSIONS] = dimensions

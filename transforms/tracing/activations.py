@@ -8,10 +8,8 @@ from typing import NamedTuple
 from torch import fx, nn
 
 from transforms.tracing.calls import Calls, describe
-from transforms.tracing.modules import has_hooks
+from transforms.tracing.modules import Kinds, has_hooks
 from transforms.tracing.trace import reads_shape
-
-Kinds = tuple[type[nn.Module], ...]
 
 _FUNCTIONS = {"relu", "relu6", "hardtanh", "leaky_relu", "gelu", "silu", "hardswish"}
 _FUNCTIONS |= {"hardsigmoid", "sigmoid", "tanh"}

@@ -14,15 +14,15 @@ from torch import fx, nn
 from transforms.tracing.calls import Calls, describe
 from transforms.tracing.modules import (
     BATCH_NORMS,
+    COMPUTED,
+    Kinds,
+    computes_like,
     frozen_batch_norms,
     has_computed_tensors,
     has_hooks,
     is_batch_norm,
-    plain_kind,
 )
 from transforms.tracing.trace import reads_shape
-
-Kinds = tuple[type[nn.Module], ...]
 
 
 class Pairs(NamedTuple):
@@ -51,7 +51,7 @@ def find_batch_norm_pairs(model: nn.Module, kinds: Kinds) -> Pairs:
 
 def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | None, str | None]:
     """The module that feeds ``norm``, and why the two are not a pair, if they are not."""
-    if plain_kind(norm, (*BATCH_NORMS, *frozen_batch_norms())) is None:
+    if not computes_like(norm, (*BATCH_NORMS, *frozen_batch_norms())):
         return None, f"{type(norm).__name__} overrides its methods"
     if norm not in calls.of:
         return None, calls.doubtful.get(norm, "forward does not call it")
@@ -67,8 +67,8 @@ def _feeder(norm: nn.Module, calls: Calls, kinds: Kinds) -> tuple[nn.Module | No
 def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -> str | None:
     """Why ``norm`` and the module before it are not a pair, if they are not."""
     if has_computed_tensors(feeder):
-        return f"{calls.name(feeder)} has a weight that is computed from others (a parametrization)"
-    if plain_kind(feeder, kinds) is None:
+        return f"{calls.name(feeder)} {COMPUTED}"
+    if not computes_like(feeder, kinds):
         return f"{calls.name(feeder)} ({type(feeder).__name__}) overrides its methods"
     for module in (norm, feeder):
         if has_hooks(module):

@@ -38,12 +38,15 @@ class Calls:
         self.doubtful: dict[nn.Module, str] = {}
         """Modules that code which was not traced may call or read, and that code."""
         self.of: dict[nn.Module, list[fx.Node]] = {}
+        """The calls of each module."""
         self.read: set[nn.Module] = set()
         """Modules whose tensors are read without a call."""
         self.kept: set[fx.Node] = set()
+        """Values that forward stores where other code may read them."""
         self.undecided: set[fx.Node] = set()
         """Values that a function holds when it evaluates an open condition."""
         self.module_of: dict[fx.Node, nn.Module] = {}
+        """The module of each call."""
         kinds = {type(module) for module in model.modules()}
         self._changing = changing_attributes(kinds)
         self._waiting = [model]

@@ -14,7 +14,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping, MutableSet, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -47,10 +47,10 @@ class Changing(NamedTuple):
 class Source:
     """The source of a function with its nested functions, and line numbers of the file."""
 
-    def __init__(self, tree: ast.AST, first_line: int) -> None:
+    def __init__(self, tree: ast.FunctionDef | ast.AsyncFunctionDef, first_line: int) -> None:
         self.tree = tree
         self.first_line = first_line
-        self.last_line: int = tree.end_lineno  # type: ignore[attr-defined]
+        self.last_line = _span(tree)[-1]
         self.nodes = [*ast.walk(tree)]
         """All nodes of the tree, which is walked once for all traces."""
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -154,8 +154,7 @@ class Conditions:
 
     def not_run(self, ran: set[int]) -> Iterator[ast.AST]:
         """Code that did not run, but may run in another call; ``ran`` has the lines that ran."""
-        body = self._source.tree.body  # type: ignore[attr-defined]
-        yield from self._not_run(body if isinstance(body, list) else [], ran)
+        yield from self._not_run(self._source.tree.body, ran)
         for node in self._source.nodes:  # lines do not tell what ran within a statement
             if isinstance(node, ast.stmt | ast.expr) and _ran(self._source.statement(node), ran):
                 yield from self._arms(node)
@@ -363,8 +362,9 @@ def _decider(node: ast.If | ast.While | ast.For) -> ast.expr:
     return node.iter if isinstance(node, ast.For) else node.test
 
 
-def _span(node: ast.AST) -> range:
-    return range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]
+def _span(node: Any) -> range:
+    """The lines of a statement or an expression."""
+    return range(node.lineno, node.end_lineno + 1)
 
 
 def _ran(statement: ast.stmt, ran: set[int]) -> bool:

@@ -15,6 +15,8 @@ from torch.nn.utils import parametrize
 
 from transforms.rewrites import exchanged_class
 
+Kinds = tuple[type[nn.Module], ...]
+
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -38,25 +40,29 @@ META_DATA |= {"size", "dim", "ndimension", "numel", "nelement", "element_size", 
 META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
 """Attributes and methods of a tensor that do not depend on its values."""
 _BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_padding")
+"""The methods that compute."""
+COMPUTED = "has a weight that is computed from others (a parametrization)"
+"""Why a module is left alone for which :func:`has_computed_tensors` is true."""
 
 
-def transposed_linears() -> tuple[type[nn.Module], ...]:
+def transposed_linears() -> Kinds:
     """The class of GPT-2's Linears with a transposed weight; none if transformers is not there."""
     kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return () if kind is None else (kind,)
 
 
-def plain_kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
-    """The class in ``kinds`` whose methods the module uses unchanged; None if there is none."""
+def computes_like(module: nn.Module, kinds: Kinds) -> bool:
+    """Whether the module is of one of these classes, or of a subclass with the same methods."""
     own = exchanged_class.own_class(module)
-    for kind in kinds:
-        if issubclass(own, kind):
-            same = (
-                name not in vars(module) and getattr(own, name, None) is method
-                for name, method in ((name, getattr(kind, name, None)) for name in _BEHAVIOUR)
-            )
-            return kind if all(same) else None
-    return None
+    kind = next((kind for kind in kinds if issubclass(own, kind)), None)
+    if kind is None or has_replaced_methods(module):
+        return False
+    return all(getattr(own, name, None) is getattr(kind, name, None) for name in _BEHAVIOUR)
+
+
+def has_replaced_methods(module: nn.Module) -> bool:
+    """Whether a method that computes was replaced on the object itself."""
+    return not vars(module).keys().isdisjoint(_BEHAVIOUR)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -80,7 +86,7 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, (_BatchNorm, *frozen_batch_norms()))
 
 
-def frozen_batch_norms() -> tuple[type[nn.Module], ...]:
+def frozen_batch_norms() -> Kinds:
     """The FrozenBatchNorm2d classes of the imported libraries."""
     libraries = (sys.modules.get(name) for name in _FROZEN)
     kinds = (getattr(library, "FrozenBatchNorm2d", None) for library in libraries)

@@ -153,8 +153,7 @@ class Reader:
             return
         modules = {source.parameters[0]: [module]} if source.parameters else {}
         namespace = ChainMap(_closure(function), function.__globals__)
-        body: list[ast.AST] = source.tree.body  # type: ignore[attr-defined]
-        for node in body:
+        for node in source.tree.body:
             yield from self.code(node, source, modules, namespace)
 
 

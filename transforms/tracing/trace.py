@@ -36,7 +36,7 @@ class _Proxy(fx.Proxy):
 
     _is_param = _is_buffer = False  # read by isinstance(..., Parameter) and Buffer
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc]  # an object's is no property
     def __class__(self) -> type:
         # C++ asks too, and would read the memory of this object as that of a tensor.
         return Tensor if _asks_for_class(sys._getframe(1)) else _Proxy

@@ -16,7 +16,7 @@ import sysconfig
 import types
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -121,8 +121,9 @@ class _Function:
 
     def covers(self, inner: types.CodeType) -> bool:
         """Whether the code of an inner function is part of this one."""
-        is_here = self.source is not None and self._file == inner.co_filename
-        return is_here and self.source.covers(inner.co_firstlineno)  # type: ignore[union-attr]
+        if self.source is None or self._file != inner.co_filename:
+            return False
+        return self.source.covers(inner.co_firstlineno)
 
     def is_open(self, line: int) -> bool:
         """Whether an open condition is evaluated on a line."""
@@ -182,7 +183,7 @@ class Watch:
     def _key(self, frame: types.FrameType) -> _Key:
         code = frame.f_code
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
-        module = self._originals.get(first, first) if _is_module(first) else None  # type: ignore[arg-type]
+        module = self._originals.get(first, first) if _is_module(first) else None
         return code.co_filename, code.co_firstlineno, id(module)
 
     def _enclosing(self, frame: types.FrameType) -> _Function | None:
@@ -221,7 +222,7 @@ _Key = tuple[str, int, int]
 """A function's file and line, and the id of the module whose method it is."""
 
 
-def _is_module(value: object) -> bool:
+def _is_module(value: object) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module)
 
 
@@ -231,10 +232,10 @@ def _has_conditions(code: types.CodeType) -> bool:
     return any("JUMP" in name and "_IF_" in name for name in names)
 
 
-def _nodes(value: object) -> Iterator[fx.Node]:
+def _nodes(value: Any) -> Iterator[fx.Node]:
     """The traced values in a value."""
     if issubclass(type(value), fx.Proxy):
-        yield value.node  # type: ignore[attr-defined]
+        yield value.node
     elif type(value) in (list, tuple, set, dict):
-        for item in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _nodes(item)
