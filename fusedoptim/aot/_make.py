@@ -71,6 +71,9 @@ def build(
     """
     if isinstance(sources, (str, os.PathLike)):
         raise TypeError(f"sources={sources!r} is one source; pass a list, [{sources!r}]")
+    sources = list(sources)
+    if not isinstance(options, str):  # which compile_source() refuses
+        options = list(options)
     path = Path(output)
     if path.suffix != SUFFIX:
         raise ValueError(f"output={str(path)!r} is not a {SUFFIX} file; give it this suffix")

@@ -404,11 +404,12 @@ def _identity(text: str, reduced: Dtype) -> str:
     """C for the identity ``text`` in the type ``reduced``.
 
     In C, the conversion of a floating number that an integer type cannot hold is undefined. Here
-    it gives the nearest integer, so -INFINITY is the least one.
+    it gives the nearest integer, so -INFINITY is the least one, and the least bool is false.
     """
-    if reduced.torch.is_floating_point or reduced.torch == torch.bool:
+    if reduced.torch.is_floating_point:
         return text
-    nearest = f"convert_{reduced.arithmetic}_sat({text})"
+    is_bool = reduced.torch == torch.bool
+    nearest = f"(({text}) > 0)" if is_bool else f"convert_{reduced.arithmetic}_sat({text})"
     return f"_Generic(({text}), float: {nearest}, double: {nearest}, default: ({text}))"
 
 

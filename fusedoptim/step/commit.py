@@ -1,8 +1,8 @@
-"""A step as a transaction: every launch happens once or not at all, whatever interrupts it.
+"""A step as a transaction: every launch happens once or not at all, even if it is interrupted.
 
 A KeyboardInterrupt, or an exception from a signal handler, may be raised between any two Python
-instructions. This module decides what happens to a step in that case. The modules that it calls
-note a change only when it is complete:
+instructions, and a second one while the first is handled. This module decides what happens to a
+step in that case. The modules that it calls note a change only when it is complete:
 
 - A launch counts as made when its event is in a list, to which the C call that submits the kernel
   appends it. Python raises interrupts before that call or after it, never inside.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from fusedoptim import FusedSGD, transforms
+from fusedoptim import FusedSGD, SplitSGD, transforms
 from tests.transforms.helpers import (
     SEED,
     assert_same,
@@ -325,6 +326,18 @@ class TestKnobs:
             transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
         for name, weight in zip(dict(model.named_parameters()), weights):
             assert torch.equal(model.state_dict()[name], weight)
+
+    @pytest.mark.parametrize("cls", [SplitSGD, functools.partial(FusedSGD, split=True)])
+    def test_outputs_of_tables_that_were_split_before(self, cls: Any) -> None:
+        """They stay bfloat16, as the modules behind them have bfloat16 weights too."""
+        model = nn.Sequential(nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+        optimizer = cls(model.parameters(), lr=0.1)
+        x = torch.randint(9, (3, 5))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = model(x)
+            with pytest.warns(transforms.NoEffectWarning, match="already split"):
+                transforms.optimize(model, optimizer, dtype=torch.bfloat16, inplace=True)
+            assert torch.equal(model(x), expected)
 
 
 PLACES = {

@@ -16,7 +16,14 @@ from transforms.rewrites.packed_copy import Pack
 from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.schemas import difference
 from transforms.rewrites.watched_parameter import WatchedParameter, unwatch_all
-from transforms.tracing.modules import COMPUTED, Kinds, has_computed_tensors, has_replaced_methods
+from transforms.tracing.modules import (
+    COMPUTED,
+    NO_PARAMETER,
+    Kinds,
+    has_computed_tensors,
+    has_own_parameters,
+    has_replaced_methods,
+)
 
 _CLASSES: dict[type[nn.Module], type[PackedModule]] = {**packed.CLASSES, nn.LSTM: PackedLSTM}
 _LEAST_TERMS, _LEAST_TAPS = 15, 11
@@ -82,6 +89,8 @@ def _objection(module: nn.Module) -> str | None:
         return "oneDNN returns other strides than torch: a copy costs most of what packing gains"
     if type(module) not in _CLASSES or has_replaced_methods(module):
         return f"overrides its methods: {type(module).__name__} may differ"
+    if not isinstance(module, nn.LSTM) and not has_own_parameters(module):
+        return NO_PARAMETER
     absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
     if absent:
         return difference(absent)

@@ -109,7 +109,7 @@ def split_master_weights(model: nn.Module, optimizer: Optimizer) -> list[Entry]:
             dtype = str(param.dtype).removeprefix("torch.")
             entries.append(Entry(name, f"stays {dtype}: {reason}", done=False))
     optimizer.split_params(chosen)
-    split.attach(model, optimizer.halves)
+    split.attach(model, optimizer.halves, set(chosen))
     return entries
 
 

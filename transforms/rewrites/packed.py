@@ -111,7 +111,10 @@ class PackedProduct(PackedModule):
 
     def _product(self, x: Tensor) -> Tensor | None:
         """The product with a packed weight; None if the plain one must be used."""
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        own = self._parameters
+        if "bias" not in own:  # since it became computed: pruned, or given a parametrization
+            return None
+        weight, bias = own.get("weight"), own["bias"]
         if weight is None or not is_plain_call():
             return None
         params = (weight,) if bias is None else (weight, bias)

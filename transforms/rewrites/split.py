@@ -50,8 +50,14 @@ class _Split(NamedTuple):
     handles: list[RemovableHandle]
 
 
-def attach(model: nn.Module, halves: Halves) -> None:
-    """Make the modules with these halves compute, and save, load and move exact values."""
+def attach(model: nn.Module, halves: Halves, new: Collection[Tensor]) -> None:
+    """Make the modules with these halves compute, and save, load and move exact values.
+
+    Args:
+        model: the model.
+        halves: the halves of an optimizer.
+        new: those of them that were float32 in the model until now.
+    """
     _average_exact_values()
     for module in model.modules():
         if not any(p in halves for p in module.parameters(recurse=False)):
@@ -59,13 +65,14 @@ def attach(model: nn.Module, halves: Halves) -> None:
         halves.in_model = True
         split: _Split | None = vars(module).get(_SPLIT)
         if split is None:
-            vars(module)[_SPLIT] = _Split([halves], _hook(module))
+            was_float32 = any(p in new for p in module.parameters(recurse=False))
+            vars(module)[_SPLIT] = _Split([halves], _hook(module, was_float32))
             vars(module)["_apply"] = functools.partial(_move, module)
         elif not any(each is halves for each in split.halves):
             split.halves.append(halves)
 
 
-def _hook(module: nn.Module) -> list[RemovableHandle]:
+def _hook(module: nn.Module, was_float32: bool) -> list[RemovableHandle]:
     register: Any = module.register_load_state_dict_post_hook
     handles = [
         plain_tensors.hook_save(module, _save),
@@ -75,7 +82,7 @@ def _hook(module: nn.Module) -> list[RemovableHandle]:
     kind = exchanged_class.own_class(module)
     if kind in _computing():
         handles.append(module.register_forward_pre_hook(_require_autocast))
-    elif kind in TABLES:
+    elif kind in TABLES and was_float32:
         handles.append(module.register_forward_hook(_return_float32))
         handles.append(module.register_forward_pre_hook(_cast_weights, with_kwargs=True))
     return handles

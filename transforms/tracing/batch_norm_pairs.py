@@ -15,11 +15,13 @@ from transforms.tracing.calls import Calls, describe
 from transforms.tracing.modules import (
     BATCH_NORMS,
     COMPUTED,
+    NO_PARAMETER,
     Kinds,
     computes_like,
     frozen_batch_norms,
     has_computed_tensors,
     has_hooks,
+    has_own_parameters,
     is_batch_norm,
 )
 from transforms.tracing.trace import reads_shape
@@ -68,6 +70,8 @@ def _objection(norm: nn.Module, feeder: nn.Module, calls: Calls, kinds: Kinds) -
     """Why ``norm`` and the module before it are not a pair, if they are not."""
     if has_computed_tensors(feeder):
         return f"{calls.name(feeder)} {COMPUTED}"
+    if not has_own_parameters(feeder):
+        return f"{calls.name(feeder)} {NO_PARAMETER}"
     if not computes_like(feeder, kinds):
         return f"{calls.name(feeder)} ({type(feeder).__name__}) overrides its methods"
     for module in (norm, feeder):

@@ -41,8 +41,10 @@ META_DATA |= {"is_floating_point", "is_complex", "__len__", "__hash__"}
 """Attributes and methods of a tensor that do not depend on its values."""
 _BEHAVIOUR = ("forward", "_conv_forward", "__call__", "_call_impl", "_output_padding")
 """The methods that compute."""
-COMPUTED = "has a weight that is computed from others (a parametrization)"
+COMPUTED = "has a weight or bias that is computed from others (a parametrization)"
 """Why a module is left alone for which :func:`has_computed_tensors` is true."""
+NO_PARAMETER = "has a weight or bias that is no Parameter"
+"""Why a module is left alone for which :func:`has_own_parameters` is false."""
 
 
 def transposed_linears() -> Kinds:
@@ -76,9 +78,17 @@ def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def has_computed_tensors(module: nn.Module, weight: str = "weight") -> bool:
-    """Whether the weight is computed from others: a parametrization or the older weight norm."""
-    is_own = weight in module._parameters or weight in module._buffers
-    return parametrize.is_parametrized(module) or not is_own
+    """Whether the weight or bias is computed: a parametrization, pruning, the older weight norm."""
+    if parametrize.is_parametrized(module):
+        return True
+    own = module._parameters.keys() | module._buffers.keys()
+    has_bias = isinstance(getattr(module, "bias", None), Tensor)
+    return weight not in own or (has_bias and "bias" not in own)
+
+
+def has_own_parameters(module: nn.Module) -> bool:
+    """Whether the weight and the bias are Parameters or None, neither buffers nor attributes."""
+    return {"weight", "bias"} <= module._parameters.keys()
 
 
 def is_batch_norm(module: nn.Module) -> bool:

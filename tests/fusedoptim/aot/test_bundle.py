@@ -79,6 +79,18 @@ def test_same_sources_make_the_same_bytes(sources: list[Path], built: Path, tmp_
     assert again.read_bytes() == built.read_bytes()
 
 
+def test_iterators(sources: list[Path], tmp_path: Path) -> None:
+    """Options from an iterator are those of every source."""
+    given, path = ["-cl-fast-relaxed-math"], tmp_path / "kernels.fob"
+    chosen = [source for source in sources if source.suffix == ".cl"]
+    aot.build(chosen, path, options=given)
+    expected = path.read_bytes()
+    aot.build(iter(chosen), path, options=iter(given))  # type: ignore[arg-type]  # what users may pass
+    assert path.read_bytes() == expected
+    with pytest.raises(ValueError, match="sources is empty"):
+        aot.build(iter([]), path)  # type: ignore[arg-type]  # as above
+
+
 def test_manifest_says_where_modules_come_from(built: Path, sources: list[Path]) -> None:
     saxpy, sgd = aot.load(built).modules
     assert saxpy.kernels["saxpy"] == ["u32 n", "f32 a", "const f32 *x", "f32 *y"]

@@ -90,6 +90,20 @@ def test_several_results_in_a_group(count: int, n: int) -> None:
     assert torch.equal(largest(x, axis=1), x.amax(1))
 
 
+@pytest.mark.parametrize("reduce_type", [None, "bool"])
+def test_infinities_of_bool(reduce_type: str | None) -> None:
+    """-INFINITY is the least bool, INFINITY the largest."""
+    parts = "T x", "T y", "x"
+    most = ReductionKernel(*parts, "a || b", "y = a", "-INFINITY", reduce_type=reduce_type)
+    least = ReductionKernel(*parts, "a && b", "y = a", "INFINITY", reduce_type=reduce_type)
+    for x in (torch.zeros(67, 3), torch.ones(67, 3), torch.rand(67, 3) < 0.01):
+        x = x.bool()
+        assert torch.equal(most(x), x.amax())
+        assert torch.equal(most(x, axis=0), x.amax(0))
+        assert torch.equal(least(~x), (~x).amin())
+        assert torch.equal(least(~x, axis=0), (~x).amin(0))
+
+
 def test_broadcast_numbers_and_outputs() -> None:
     x, y = torch.randn(30, 20), torch.randn(20)
     _assert_sum(dot(x, y, axis=1), x.double() * y.double(), [1])

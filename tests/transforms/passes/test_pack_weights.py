@@ -381,7 +381,7 @@ def test_report_and_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [entry.where for entry in report.done(KNOB)] == ["0", "7"]
     assert {entry.where: entry.what for entry in report.left(KNOB)} == {
         "1": "overrides its methods: Own may differ",
-        "2": "has a weight that is computed from others (a parametrization)",
+        "2": "has a weight or bias that is computed from others (a parametrization)",
         "3": strides,
         "4": strides,
         "5": short,

@@ -181,7 +181,7 @@ def test_report(monkeypatch: pytest.MonkeyPatch) -> None:
     report = transforms.report(transforms.optimize(model))
     assert [entry.where for entry in report.done(KNOB)] == ["0"]
     assert [entry.what for entry in report.left(KNOB)] == [
-        "has a weight that is computed from others (a parametrization)",
+        "has a weight or bias that is computed from others (a parametrization)",
         "has projections (proj_size), which oneDNN's operator lacks",
         "torch's operators of oneDNN have no GRU",
     ]
