@@ -255,7 +255,7 @@ class Halves:
         halves: tuple[Tensor, Tensor] | None = None
         try:
             if param.dtype == torch.bfloat16:
-                halves = values, new_state(values, torch.int16).zero_()
+                halves = values, _zero_trail(param)
             else:
                 halves = halves_of(values, consume)
             upper, trail = halves
