@@ -65,6 +65,7 @@ def optimize(
     fuse_frozen_batch_norm: bool | None = None,
     onednn_products: bool | None = None,
     auto_channels_last: bool | None = None,
+    conv_as_matmul: bool | None = None,
     weights_prepack: bool | None = None,
     fuse: bool | None = None,
     graph_mode: bool | None = None,
@@ -120,6 +121,9 @@ def optimize(
         auto_channels_last: lay out the weights of convolutions in channels_last. None, at level
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
+        conv_as_matmul: in training, compute 2-d convolutions over small images, whose weights are
+            large, as products of matrices, forward and backward, if their tensors are in
+            channels_last. Only on processors where that is faster.
         weights_prepack: in eval mode, compute convolutions, Linears and LSTMs on the CPU with a
             copy of their weight in oneDNN's layout, made at the first call. The copy takes as much
             memory as the weight. Where a gradient is recorded, torch's own operators compute: call
@@ -186,6 +190,8 @@ def optimize(
         onednn_products                  0     0          0 B
         auto_channels_last               1     0          0 B
             weight in channels_last: 0
+        conv_as_matmul                   0     1          0 B
+            left: 0: has a weight of fewer than 262,144 elements
         split_master_weight_for_bf16     2     2        448 B
             float32 to bfloat16, lower halves in the optimizer: 0.weight, 0.bias
             left: 1.weight, 1.bias: stays float32: BatchNorm2d uses it

@@ -34,7 +34,7 @@ from tests.transforms.models import TASKS, small
 FUSE_STEP, SPLIT = "fuse_update_step", "split_master_weight_for_bf16"
 BY_DEFAULT = (
     *("parallel_dropout", "fuse_gelu", "fuse_frozen_batch_norm", "onednn_products"),
-    "auto_channels_last",
+    *("auto_channels_last", "conv_as_matmul"),
 )
 
 

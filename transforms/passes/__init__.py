@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from transforms.passes.cast import Cast
 from transforms.passes.channels_last import ChannelsLast
+from transforms.passes.conv_as_matmul import ConvAsMatmul
 from transforms.passes.drop_dropout import DropDropout
 from transforms.passes.fold_batch_norm import FoldIntoConvolutions, FoldIntoLinears
 from transforms.passes.frozen_batch_norm import FuseFrozenBatchNorm
@@ -42,6 +43,7 @@ TRAINING: Sequence[Pass] = (
     FuseFrozenBatchNorm(),
     OneDNNProducts(),
     _CHANNELS_LAST,
+    ConvAsMatmul(),
     SplitWeights(),
 )
 """For a model and its optimizer: FuseStep first, as it may raise; SplitWeights last, so that

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, fast_path, geometry, packed, packed_lstm
+from transforms.rewrites.for_training import ForTraining
 from transforms.rewrites.int8 import Int8Module
-from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.packed_copy import Pack
 from transforms.rewrites.packed_lstm import PackedLSTM
@@ -51,7 +51,7 @@ class PackWeights(Pass):
         for name, module in job.model.named_modules():
             if isinstance(module, PackedModule) or not isinstance(module, _KINDS):
                 continue
-            if isinstance(module, OneDNNModule):  # the model was trained
+            if isinstance(module, ForTraining):  # the model was trained
                 exchanged_class.suspend(module, job.undo)
             reason = fast_path.OBJECTION if module in uncalled else _objection(module)
             if reason is None:

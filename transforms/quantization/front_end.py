@@ -23,10 +23,10 @@ from transforms.quantization.samples import Run, run_batch
 from transforms.reports import Entry, Report, attach, conclude, find, merged, title_of
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
+from transforms.rewrites.for_training import ForTraining
 from transforms.rewrites.fused_activation import FusedActivation
 from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
-from transforms.rewrites.onednn_products import OneDNNModule
 from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.undoing import Undo, changes_to
@@ -258,7 +258,7 @@ def _prepare(model: nn.Module, undo: Undo) -> dict[str, Sequence[Entry]]:
 def _unpack(model: nn.Module, undo: Undo) -> None:
     """Undo the passes of earlier calls of ``optimize`` that INT8 replaces."""
     for module in model.modules():
-        if isinstance(module, PackedModule | FusedActivation | OneDNNModule):
+        if isinstance(module, PackedModule | FusedActivation | ForTraining):
             exchanged_class.suspend(module, undo)
             vars(module).pop(ACTIVATION, None)  # the callback sets it again
     if (report := find(model)) is not None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._linear import linear
+from transforms.rewrites.for_training import ForTraining
 from transforms.rewrites.packed import is_plain_call, missing_operators
 from transforms.rewrites.schemas import difference
-from transforms.rewrites.scripting import ScriptedAsOwn
 
 LEAST_PRODUCTS = 1 << 26
 """Multiplications of a forward pass for each thread, from which oneDNN gains more than the calls
@@ -25,7 +25,7 @@ cost."""
 _KINDS = (Tensor, nn.Parameter)
 
 
-class OneDNNModule(ScriptedAsOwn):
+class OneDNNModule(ForTraining):
     """The base class of all kinds of Linears."""
 
     _fusedoptim_least_products: int

@@ -30,6 +30,7 @@ def test_signature() -> None:
             "fuse_frozen_batch_norm",
             "onednn_products",
             "auto_channels_last",
+            "conv_as_matmul",
             "weights_prepack",
             "fuse",
             "graph_mode",

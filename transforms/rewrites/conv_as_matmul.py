@@ -1,0 +1,103 @@
+"""Convolutions that compute small images as products of matrices in training.
+
+torch computes everything else: large images, evaluation, other devices and dtypes, subclasses of
+Tensor, ``torch.func``, forward-mode differentiation, compiling, tracing, export, and calls inside a
+dispatch mode or function mode of the user.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fusedoptim._processor import processor_facts
+from fusedoptim._torch_private import has_bfloat16_products
+from fusedoptim.ops._conv2d import conv2d
+from transforms.rewrites import onednn_products
+from transforms.rewrites.for_training import ForTraining
+from transforms.rewrites.packed import is_plain_call
+
+LEAST_WEIGHT = 1 << 18
+"""Elements of a weight from which products of matrices gain more than their calls cost."""
+_FEW_PIXELS = 4 * 4
+_MORE_PIXELS = 8 * 8
+"""Where oneDNN multiplies by tiles (AMX): its convolutions profit less from them than products."""
+_KINDS = (Tensor, nn.Parameter)
+
+
+class MatmulConv2d(ForTraining, nn.Conv2d):
+    r""":math:`Y = P W^T + b`, where the rows of P are the patches of the input."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Compute as ``torch.nn.Conv2d`` does."""
+        dtype = _served_dtype(self, input) if self.training else None
+        if dtype is None:
+            return super().forward(input)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        assert not isinstance(self.padding, str)  # no such module is served
+        return conv2d(input.to(dtype), self.weight, bias, self.stride, self.padding)
+
+
+def objection_to_kind(conv: nn.Conv2d) -> str | None:
+    """Why a convolution is never computed as a product, whatever its input; None if it may be."""
+    if conv.groups != 1:
+        return "is grouped"
+    if set(conv.dilation) != {1}:
+        return "is dilated"
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+        return f"pads by {conv.padding!r} with {conv.padding_mode!r}"
+    if conv.weight.numel() < LEAST_WEIGHT:
+        return f"has a weight of fewer than {LEAST_WEIGHT:,} elements"
+    return None
+
+
+@functools.cache
+def most_pixels(dtype: torch.dtype) -> int:
+    """The size of the largest image of outputs for which a product is faster on this machine."""
+    if dtype is torch.bfloat16 and has_bfloat16_products:
+        return _MORE_PIXELS if _has_tiles() else _FEW_PIXELS
+    if dtype is torch.float32 and onednn_products.objection() is not None:
+        return _FEW_PIXELS
+    return 0
+
+
+def _has_tiles() -> bool:
+    try:
+        return "amx_bf16" in processor_facts().get("flags", "").split()
+    except OSError:
+        return False
+
+
+def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
+    """The dtype in which the convolution is computed as a product, or None if torch computes it."""
+    weight, bias = conv.weight, conv.bias
+    if not is_plain_call() or x.dim() != 4:
+        return None
+    for t in (x, weight) if bias is None else (x, weight, bias):
+        if type(t) not in _KINDS or t.layout is not torch.strided or not t.is_cpu:
+            return None
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    is_cast = x.dtype in (torch.float32, dtype) and (bias is None or bias.dtype in (x.dtype, dtype))
+    if weight.dtype is not dtype or not is_cast or objection_to_kind(conv) is not None:
+        return None
+    layout = torch.channels_last
+    if not (x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout)):
+        return None
+    is_possible = x.size(1) == weight.size(1) and (bias is None or bias.shape == weight.shape[:1])
+    pixels = _output_pixels(conv, x)
+    return dtype if is_possible and 0 < pixels <= most_pixels(dtype) and x.size(0) else None
+
+
+def _output_pixels(conv: MatmulConv2d, x: Tensor) -> int:
+    """The pixels of an image of the output; 0 if the weight is larger than the padded input."""
+    assert not isinstance(conv.padding, str)  # checked before
+    sizes = (
+        max(0, size + 2 * pad - taps + step) // step
+        for size, pad, taps, step in zip(
+            x.shape[2:], conv.padding, conv.weight.shape[2:], conv.stride
+        )
+    )
+    return math.prod(sizes)
