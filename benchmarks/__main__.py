@@ -14,7 +14,7 @@ from benchmarks import _command
 NAMES = (
     *("sgd", "adagrad", "adam", "lamb", "split_sgd", "sparse", "clipping"),
     *("dropout", "attention", "cross_entropy", "detection", "embedding_bags", "interaction"),
-    *("iteration", "memory", "huge_pages", "inference", "int8"),
+    *("convolution", "iteration", "memory", "huge_pages", "inference", "int8"),
     *("cores", "ranks", "instances"),
     *("fragmentation", "pool", "raw", "elementwise"),
 )

@@ -19,6 +19,7 @@ from tests.running import check_script
     ("name", "workload"),
     [
         ("attention", "small"),
+        ("convolution", "small"),
         ("dropout", "small"),
         ("elementwise", "small"),
         ("elementwise", "sums-1000"),
