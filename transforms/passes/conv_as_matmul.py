@@ -48,7 +48,7 @@ def _objection(module: nn.Conv2d, cast_to: torch.dtype | None) -> str | None:
     if (reason := conv_as_matmul.objection_to_kind(module)) is not None:
         return reason
     dtype = weight.dtype if cast_to is None else cast_to
-    if not conv_as_matmul.most_pixels(dtype):
+    if not conv_as_matmul.most_pixels(dtype, weight.numel()):
         name = str(dtype).removeprefix("torch.")
         return f"computes in {name}, in which products are no faster on this processor"
     return None

@@ -22,8 +22,10 @@ from transforms.rewrites.packed import is_plain_call
 
 LEAST_WEIGHT = 1 << 18
 """Elements of a weight from which products of matrices gain more than their calls cost."""
-_FEW_PIXELS = 4 * 4
-_MORE_PIXELS = 8 * 8
+_LARGE_WEIGHT = 1 << 20
+_PIXELS = 4 * 4
+_PIXELS_OF_LARGE_WEIGHTS = 7 * 7
+_PIXELS_BY_TILES = 8 * 8
 """Where oneDNN multiplies by tiles (AMX): its convolutions profit less from them than products."""
 _KINDS = (Tensor, nn.Parameter)
 
@@ -54,16 +56,21 @@ def objection_to_kind(conv: nn.Conv2d) -> str | None:
     return None
 
 
-@functools.cache
-def most_pixels(dtype: torch.dtype) -> int:
-    """The size of the largest image of outputs for which a product is faster on this machine."""
+def most_pixels(dtype: torch.dtype, elements: int) -> int:
+    """The size of the largest image of outputs for which a product is faster on this machine.
+
+    Args:
+        dtype: in which the convolution is computed.
+        elements: of the weight.
+    """
     if dtype is torch.bfloat16 and has_bfloat16_products:
-        return _MORE_PIXELS if _has_tiles() else _FEW_PIXELS
+        return _PIXELS_BY_TILES if _has_tiles() else _PIXELS
     if dtype is torch.float32 and onednn_products.objection() is not None:
-        return _FEW_PIXELS
+        return _PIXELS_OF_LARGE_WEIGHTS if elements >= _LARGE_WEIGHT else _PIXELS
     return 0
 
 
+@functools.cache
 def _has_tiles() -> bool:
     try:
         return "amx_bf16" in processor_facts().get("flags", "").split()
@@ -87,8 +94,8 @@ def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
     if not (x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout)):
         return None
     is_possible = x.size(1) == weight.size(1) and (bias is None or bias.shape == weight.shape[:1])
-    pixels = _output_pixels(conv, x)
-    return dtype if is_possible and 0 < pixels <= most_pixels(dtype) and x.size(0) else None
+    is_small = 0 < _output_pixels(conv, x) <= most_pixels(dtype, weight.numel())
+    return dtype if is_possible and is_small and x.size(0) else None
 
 
 def _output_pixels(conv: MatmulConv2d, x: Tensor) -> int:

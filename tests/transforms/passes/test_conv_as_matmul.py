@@ -37,7 +37,7 @@ each_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
 def _on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apply the pass as on a processor on which products are faster, and to small weights too."""
     monkeypatch.setattr(conv_as_matmul, "LEAST_WEIGHT", 1)
-    monkeypatch.setattr(conv_as_matmul, "most_pixels", lambda dtype: 64)
+    monkeypatch.setattr(conv_as_matmul, "most_pixels", lambda *_: 64)
 
 
 def convolution(name: str = "3x3") -> nn.Conv2d:
@@ -278,7 +278,7 @@ def test_report_levels_and_knob(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(optimized(convolution(), **arguments), MatmulConv2d) == is_ours
     with pytest.raises(ValueError, match="conv_as_matmul=True is for a model in train mode"):
         transforms.optimize(convolution().eval(), conv_as_matmul=True)
-    monkeypatch.setattr(conv_as_matmul, "most_pixels", lambda dtype: 0)
+    monkeypatch.setattr(conv_as_matmul, "most_pixels", lambda *_: 0)
     with pytest.warns(transforms.NoEffectWarning, match="products are no faster on this processor"):
         optimized(convolution(), conv_as_matmul=True)
     monkeypatch.undo()
@@ -290,9 +290,9 @@ class TestMostPixels:
     @pytest.fixture(autouse=True)
     def _unpatched(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.undo()
-        conv_as_matmul.most_pixels.cache_clear()
+        conv_as_matmul._has_tiles.cache_clear()
         yield
-        conv_as_matmul.most_pixels.cache_clear()
+        conv_as_matmul._has_tiles.cache_clear()
 
     @pytest.mark.parametrize(
         ("flags", "has_products", "most"),
@@ -310,21 +310,28 @@ class TestMostPixels:
         facts.write_text(f"flags\t\t: fpu {flags} avx\n")
         monkeypatch.setattr(_processor, "PROCESSORS", facts)
         monkeypatch.setattr(conv_as_matmul, "has_bfloat16_products", has_products)
-        assert conv_as_matmul.most_pixels(torch.bfloat16) == most
+        assert conv_as_matmul.most_pixels(torch.bfloat16, 1 << 18) == most
 
     def test_without_facts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(_processor, "PROCESSORS", tmp_path / "none")
         monkeypatch.setattr(conv_as_matmul, "has_bfloat16_products", True)
-        assert conv_as_matmul.most_pixels(torch.bfloat16) == 16
+        assert conv_as_matmul.most_pixels(torch.bfloat16, 1 << 18) == 16
 
-    @pytest.mark.parametrize(("objection", "most"), [(None, 0), ("MKL is as fast", 16)])
+    @pytest.mark.parametrize(
+        ("objection", "elements", "most"),
+        [
+            (None, 1 << 20, 0),
+            ("MKL is as fast", (1 << 20) - 1, 16),
+            ("MKL is as fast", 1 << 20, 49),
+        ],
+    )
     def test_in_float32(
-        self, monkeypatch: pytest.MonkeyPatch, objection: str | None, most: int
+        self, monkeypatch: pytest.MonkeyPatch, objection: str | None, elements: int, most: int
     ) -> None:
         """Where oneDNN's products are faster than MKL's, so are its convolutions."""
         monkeypatch.setattr(onednn_products, "objection", lambda: objection)
-        assert conv_as_matmul.most_pixels(torch.float32) == most
-        assert conv_as_matmul.most_pixels(torch.float64) == 0
+        assert conv_as_matmul.most_pixels(torch.float32, elements) == most
+        assert conv_as_matmul.most_pixels(torch.float64, elements) == 0
 
 
 class TestInferenceAfterTraining:
