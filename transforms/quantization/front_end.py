@@ -21,7 +21,7 @@ from transforms.quantization.chains import find_following, join
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
 from transforms.reports import Entry, Report, attach, conclude, find, merged, title_of
-from transforms.rewrites import exchanged_class
+from transforms.rewrites import compiled_call, exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.for_training import ForTraining
 from transforms.rewrites.fused_activation import FusedActivation
@@ -171,7 +171,8 @@ def quantize(
         check_in_place(model, None)
     else:
         model, _ = copy_pair(model, None)
-    with changes_to(model) as undo:
+    # torch.compile would capture the hooks that find ranges, errors and times.
+    with compiled_call.suspended(model), changes_to(model) as undo:
         _unpack(model, undo)
         prepared = _prepare(model, undo)
         entries = _quantize(model, loader, choices, undo)

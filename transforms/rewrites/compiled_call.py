@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -128,6 +129,19 @@ def leave(model: nn.Module) -> None:
         if id(param) not in packed:
             unwatch(param)
     vars(model).pop(_MARK)  # last: until then, leave() can be repeated
+
+
+@contextlib.contextmanager
+def suspended(model: nn.Module) -> Iterator[None]:
+    """Call the model, and all modules in it, uncompiled inside the with block."""
+    calls = [(module, vars(module)[_CALL]) for module in model.modules() if is_entered(module)]
+    try:
+        for module, _ in calls:
+            vars(module).pop(_CALL)
+        yield
+    finally:
+        for module, call in calls:
+            vars(module)[_CALL] = call
 
 
 def is_entered(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from tests.transforms.helpers import (
 )
 from transforms.graph import products
 from transforms.graph.plan import Plan
+from transforms.rewrites.compiled_call import is_entered
 from transforms.rewrites.packed import supported_dtypes
 from transforms.rewrites.watched_parameter import WatchedParameter
 
@@ -376,3 +377,28 @@ def test_frees_packed_weights(end: str) -> None:
     else:
         del model
     assert _kept_tensors() == before
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("is_inner", [False, True], ids=["whole", "a part"])
+def test_quantized_in_place(is_inner: bool, calls: int) -> None:
+    """Calibration is not captured, and finds what it finds in the plain model."""
+    plain = randomise(nn.Sequential(Residual(), nn.ReLU()))
+    batches = [images(), torch.randn(1, 3, 7, 8)]
+    expected = transforms.quantize(plain, batches)
+    ours = copy.deepcopy(plain)
+    part = ours[0] if is_inner else ours
+    transforms.optimize(part, inplace=True, graph_mode=True, conv_bn_folding=False, fuse=False)
+    with torch.no_grad():
+        for _ in range(calls):
+            ours(images())
+        transforms.quantize(ours, batches, inplace=True)
+        found = [
+            [(entry.where, entry.error) for entry in transforms.report(each).done("quantize")]
+            for each in (ours, expected)
+        ]
+        assert found[0] == found[1]
+        for x in batches:
+            torch.testing.assert_close(ours(x), expected(x), rtol=1e-5, atol=1e-5)
+    assert is_entered(part)
+    assert [part] == [module for module in ours.modules() if is_entered(module)]
