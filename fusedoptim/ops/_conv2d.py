@@ -40,8 +40,15 @@ def conv2d(
 def _compute(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]
 ) -> Tensor:
-    patches = _patches(x, weight.shape[2:], stride, padding)
-    return _channels_first(functional.linear(patches, _matrix(weight), bias))
+    patches = _patches(x, weight.shape[2:], stride, padding).flatten(0, 2)
+    output = _like(x, weight, bias, stride, padding)
+    # Written in place: torch refuses writes into a view that an operator returns, as by a ReLU.
+    rows = _channels_last(output).flatten(0, 2)
+    if bias is None:
+        torch.mm(patches, _matrix(weight).t(), out=rows)
+    else:
+        torch.addmm(bias, patches, _matrix(weight).t(), out=rows)
+    return output
 
 
 def _like(
@@ -51,7 +58,9 @@ def _like(
         (size + 2 * pad - taps) // step + 1
         for size, taps, step, pad in zip(x.shape[2:], weight.shape[2:], stride, padding)
     )
-    return _channels_first(x.new_empty((x.shape[0], height, width, weight.shape[0])))
+    shape = x.shape[0], weight.shape[0], height, width
+    layout = torch.channels_last
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -66,11 +75,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if torch.is_grad_enabled() or is_batched(grad) or transform_level() is not None:
         found = _torchs_gradients(grad, x, weight, ctx.stride, ctx.padding, wanted)
     else:
-        found = (
-            _of_input(grad, x, weight, ctx.stride, ctx.padding) if wanted[0] else None,
-            _of_weight(grad, x, weight, ctx.stride, ctx.padding) if wanted[1] else None,
-            grad.sum((0, 2, 3)) if wanted[2] else None,
-        )
+        with torch.autocast(x.device.type, enabled=False):  # as torch's gradient, it casts nothing
+            found = (
+                _of_input(grad, x, weight, ctx.stride, ctx.padding) if wanted[0] else None,
+                _of_weight(grad, x, weight, ctx.stride, ctx.padding) if wanted[1] else None,
+                grad.sum((0, 2, 3)) if wanted[2] else None,
+            )
     return (*found, None, None)
 
 

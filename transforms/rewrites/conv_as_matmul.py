@@ -47,13 +47,22 @@ def objection_to_kind(conv: nn.Conv2d) -> str | None:
     """Why a convolution is never computed as a product, whatever its input; None if it may be."""
     if conv.groups != 1:
         return "is grouped"
-    if set(conv.dilation) != {1}:
-        return "is dilated"
-    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+    if conv.dilation != (1, 1):
+        return f"has dilation={conv.dilation!r}"
+    if not _is_pair(conv.stride, least=1):
+        return f"has stride={conv.stride!r}"
+    if conv.padding_mode != "zeros" or not _is_pair(conv.padding, least=0):
         return f"pads by {conv.padding!r} with {conv.padding_mode!r}"
     if conv.weight.numel() < LEAST_WEIGHT:
         return f"has a weight of fewer than {LEAST_WEIGHT:,} elements"
     return None
+
+
+def _is_pair(value: object, least: int) -> bool:
+    """Whether it is a tuple of two integers, as the constructor makes; others may be set later."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return all(type(each) is int and each >= least for each in value)
 
 
 def most_pixels(dtype: torch.dtype, elements: int) -> int:

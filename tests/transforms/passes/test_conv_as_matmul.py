@@ -175,13 +175,21 @@ class TestTheRestIsTorchs:
         ours, x = optimized(convolution()), images()
         assert is_product(ours, x)
         for changes in (
-            {"dilation": (2, 2)}, {"padding_mode": "circular"}, {"padding": "same"},
+            {"dilation": (2, 2)}, {"dilation": 1}, {"padding_mode": "circular"},
+            {"padding": "same"}, {"padding": 1}, {"padding": (1,)}, {"stride": 1}, {"stride": (2,)},
             {"weight": nn.Parameter(ours.weight.detach().contiguous())},
         ):  # fmt: skip
             changed = copy.deepcopy(ours)
             for attribute, value in changes.items():
                 setattr(changed, attribute, value)
             assert not is_product(changed, x)
+        for attribute in ("stride", "padding"):
+            setattr(changed, attribute, (-1, -1))
+            with pytest.raises(RuntimeError, match=r"non-positive stride|negative padding"):
+                changed(x)
+        given = convolution()
+        given.dilation = 1  # type: ignore[assignment]  # torch takes it
+        assert type(optimized(given)) is nn.Conv2d
 
     @pytest.mark.parametrize("size", [1, 2])
     def test_errors(self, size: int) -> None:
@@ -208,6 +216,28 @@ class TestTheRestIsTorchs:
         plain = convolution()
         compiled = torch.compile(optimized(plain), fullgraph=True, backend="aot_eager")
         assert_as_exact(compiled, plain, images())
+
+
+def test_a_write_into_the_output() -> None:
+    """Layers that work in place may follow, as in VGG."""
+    plain = nn.Sequential(convolution(), nn.ReLU(inplace=True)).train()
+    ours = optimized(plain)
+    assert is_product(ours[:1], images())
+    assert not ours[0](images())._is_view()
+    assert_as_exact(ours, plain, images())
+
+
+def test_a_backward_pass_within_autocast() -> None:
+    """As in torch, the gradients of float32 convolutions are computed in float32."""
+    plain, x = convolution(), images()
+    output = optimized(plain)(x.requires_grad_())
+    with torch.autocast("cpu", torch.bfloat16):
+        output.sum().backward()
+    exact = x.detach().double().requires_grad_()
+    plain.double()(exact).sum().backward()
+    assert x.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(x.grad, exact.grad.float())
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -268,7 +298,7 @@ def test_report_levels_and_knob(monkeypatch: pytest.MonkeyPatch) -> None:
         "1": "overrides its methods: Own may differ",
         "2": "has a weight or bias that is computed from others (a parametrization)",
         "3": "is grouped",
-        "4": "is dilated",
+        "4": "has dilation=(2, 2)",
         "5": "pads by (1, 1) with 'reflect'",
     }
     for arguments, is_ours in (
