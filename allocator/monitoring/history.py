@@ -66,7 +66,7 @@ class History(Hook):
             raise ValueError(f"max_entries={max_entries} is negative")
         if stacks not in ("python", None):
             raise ValueError(f"stacks={stacks!r} is neither 'python' nor None")
-        self._lock, self._store = core.lock, core.store
+        self._core, self._store = core, core.store
         self._stacks = Stacks() if stacks else None
         self._entries: deque[tuple[Any, ...]] = deque(maxlen=max_entries)
         self._awaited: list[Allocation] = []
@@ -134,7 +134,7 @@ class History(Hook):
         """Record the releases that other queues have finished with."""
         if not self._awaited:
             return
-        with self._lock:  # allocated() is called outside of it
+        with self._core.lock:  # allocated() is called outside of it
             waiting = {id(allocation) for allocation, _ in list(self._store.awaiting)}
             awaited = self._awaited
             self._awaited = [allocation for allocation in awaited if id(allocation) in waiting]

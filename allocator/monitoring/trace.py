@@ -237,9 +237,13 @@ class _Recorder(Hook):
         self._start = time.perf_counter_ns()
 
     def allocated(self, pool: Any, allocation: Allocation) -> None:
-        if not self.is_over:
-            place = allocation.address, allocation.nbytes, allocation.stream
-            self.trace._add(Event(threading.get_native_id(), self._now(), "allocate", *place))
+        if self.is_over:
+            return
+        thread, now = threading.get_native_id(), self._now()
+        if allocation.address in self.trace._live:  # an interrupt hid its release from the hooks
+            self.trace._add_free(thread, now, allocation.address)
+        place = allocation.address, allocation.nbytes, allocation.stream
+        self.trace._add(Event(thread, now, "allocate", *place))
 
     def released(self, pool: Any, allocation: Allocation) -> None:
         if not self.is_over:

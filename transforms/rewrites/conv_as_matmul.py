@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ def _has_tiles() -> bool:
 def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
     """The dtype in which the convolution is computed as a product, or None if torch computes it."""
     weight, bias = conv.weight, conv.bias
-    if not is_plain_call() or x.dim() != 4:
+    if not is_plain_call():
         return None
     for t in (x, weight) if bias is None else (x, weight, bias):
         if type(t) not in _KINDS or t.layout is not torch.strided or not t.is_cpu:
@@ -99,12 +100,20 @@ def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
     is_cast = x.dtype in (torch.float32, dtype) and (bias is None or bias.dtype in (x.dtype, dtype))
     if weight.dtype is not dtype or not is_cast or objection_to_kind(conv) is not None:
         return None
+    if x.dim() != 4 or (dtype is torch.float32 and _are_products_rounded()):
+        return None
     layout = torch.channels_last
     if not (x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout)):
         return None
     is_possible = x.size(1) == weight.size(1) and (bias is None or bias.shape == weight.shape[:1])
     is_small = 0 < _output_pixels(conv, x) <= most_pixels(dtype, weight.numel())
     return dtype if is_possible and is_small and x.size(0) else None
+
+
+def _are_products_rounded() -> bool:
+    """Whether the program lets oneDNN round factors of float32 products; convolutions are apart."""
+    settings: Any = torch.backends.mkldnn  # its attributes for operators are set at run time
+    return settings.matmul.fp32_precision not in ("none", "ieee")
 
 
 def _output_pixels(conv: MatmulConv2d, x: Tensor) -> int:

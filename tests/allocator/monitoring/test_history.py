@@ -12,6 +12,7 @@ from allocator import Hook, OutOfMemoryError, Pool
 from allocator.monitoring.history import History
 from tests.allocator.helpers import OtherQueue, actions
 from tests.interrupts import at_line, stopping_at
+from tests.running import check_script
 
 
 @pytest.fixture
@@ -161,3 +162,41 @@ def test_bad_arguments(
         pool.record_history(**arguments)
     _x = pool.empty(100)
     assert actions(pool) == ["segment_alloc", "alloc"]  # the earlier recording continues
+
+
+def test_a_snapshot_in_a_fork_beside_a_busy_pool() -> None:
+    """The child's pool has a lock of its own, also where a release awaits another queue."""
+    check_script(
+        """
+        import os, threading
+        from allocator import Hook, Pool
+
+        class Last(Hook):
+            def allocated(self, pool, allocation):
+                self.allocation = allocation
+
+        pool, last = Pool("cpu"), Last()
+        pool.add_hook(last)
+        pool.record_history()
+        tensor = pool.empty(1000)
+        pool._history._awaited.append(last.allocation)
+        held, done = threading.Event(), threading.Event()
+
+        def hold():
+            with pool._core.lock:
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            threading.Timer(20, os._exit, [1]).start()
+            pool.snapshot()
+            os._exit(0)
+        done.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """
+    )

@@ -166,6 +166,27 @@ def test_an_allocation_that_the_end_of_a_recording_overtakes(pool: Pool) -> None
     assert actions(trace) == [("allocate", 100)]
 
 
+def test_an_allocation_that_is_interrupted_as_it_is_recorded(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool undoes it, and no hook hears of that; the block is recorded again later."""
+    add = Trace._add
+
+    def add_and_stop(trace: Trace, event: Event) -> None:
+        add(trace, event)
+        raise KeyboardInterrupt
+
+    with pool.record() as trace:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trace, "_add", add_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                pool.allocate(100)
+        kept = [pool.allocate(100) for _ in range(2)]
+        kept.clear()
+    allocate, free = ("allocate", 100), ("free", 100)
+    assert actions(trace) == [allocate, free, allocate, allocate, free, free]
+
+
 def test_an_exception_in_the_block_leaves_a_trace(pool: Pool) -> None:
     with pytest.raises(TypeError), pool.record() as trace:
         pool.allocate(8), pool.allocate("8")

@@ -171,6 +171,16 @@ class TestTheRestIsTorchs:
             ours.train().double().to(memory_format=torch.contiguous_format), x.double()
         )
 
+    def test_where_products_may_be_rounded(self) -> None:
+        """A program that allows bfloat16 in products has not allowed it in convolutions."""
+        ours, before = optimized(convolution()), torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision("medium")
+            assert not is_product(ours, images())
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert is_product(ours, images())
+
     def test_of_changed_modules(self) -> None:
         ours, x = optimized(convolution()), images()
         assert is_product(ours, x)
@@ -198,6 +208,8 @@ class TestTheRestIsTorchs:
             ours(images(size=size))
         with pytest.raises(RuntimeError, match="channels"):
             ours(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+        with pytest.raises(TypeError, match="conv2d"):
+            ours(None)
 
     @pytest.mark.filterwarnings("ignore:`torch.jit")
     def test_of_transforms_and_traces(self) -> None:
@@ -207,6 +219,8 @@ class TestTheRestIsTorchs:
         results = [torch.func.jvp(each, (x,), (x,)) for each in (ours, plain)]
         torch.testing.assert_close(results[0][1], results[1][1])
         assert "fusedoptim" not in str(torch.jit.trace(ours, x).graph)
+        traced = torch.fx.symbolic_trace(nn.Sequential(ours))
+        torch.testing.assert_close(traced(x), plain(x))
         assert "fusedoptim" not in str(torch.export.export(ours, (x,)).graph)
         found = torch.func.grad(lambda x: ours(x).square().sum())(x)
         torch.testing.assert_close(found, torch.func.grad(lambda x: plain(x).square().sum())(x))
