@@ -288,6 +288,11 @@ def assert_all_within(compared: Sequence[tuple[Tensor, Tensor, Tensor | float, s
             )
 
 
+_one_reference = threading.Lock()
+"""Taken by each step of a reference: the small operations of several threads would spend most of
+their time on handing Python's lock to each other."""
+
+
 class SideBySide:
     """An optimizer and its float64 reference on the same values and gradients.
 
@@ -329,8 +334,9 @@ class SideBySide:
         self._step_reference()
 
     def _step_reference(self) -> None:
-        self._carry_errors()
-        self.torchs.step()
+        with _one_reference:
+            self._carry_errors()
+            self.torchs.step()
 
     def train(self, steps: int = 1, skip: Sequence[int] = (), **kwargs: Any) -> None:
         """Take steps with new gradients, and compare after each; :meth:`check` gets the rest."""
