@@ -257,7 +257,8 @@ def report(model: nn.Module) -> Report:
     if found is None:
         raise ValueError(
             f"this {type(model).__name__} has no report: pass the model that "
-            "transforms.optimize returned (with inplace=False, its argument is unchanged)"
+            "transforms.optimize returned (with inplace=False, its argument is unchanged), "
+            "unless it was restored already"
         )
     undone = {
         name: why

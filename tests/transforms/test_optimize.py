@@ -201,6 +201,12 @@ def test_report_in_a_terminal_and_in_jupyter() -> None:
         transforms.report(Net())
 
 
+def test_a_second_restore() -> None:
+    model = transforms.restore(transforms.optimize(randomise(Net())))
+    with pytest.raises(ValueError, match=r"has no report.*restored already"):
+        transforms.restore(model)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
