@@ -306,6 +306,11 @@ class MergedEmbeddingBag(torch.nn.Module):
                 self.include_last_offset,
                 self.sparse,
             )
+            if not is_joined:  # autograd lets all outputs of an operator require gradients
+                for t, weight in enumerate(weights):
+                    needs = weight.requires_grad or (samples and samples[t].requires_grad)
+                    if bags[t].requires_grad and not needs:
+                        bags[t] = bags[t].detach()
         else:
             state = self._optimizer.state_lists(weights)
             bags = updated_embedding_bags(

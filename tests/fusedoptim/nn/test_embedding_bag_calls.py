@@ -51,6 +51,20 @@ def gradients(function: Callable[[Any, Tensor], Tensor], optimizer: str | None) 
     return [samples.grad, of_table.detach()]
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_frozen_tables_give_outputs_without_gradient(weighted: bool) -> None:
+    merged = MergedEmbeddingBag([(10, 4)] * 3)
+    merged[1].weight.requires_grad_(False)
+    merged[2].weight.requires_grad_(False)
+    samples = [torch.ones(3, requires_grad=t == 1) for t in range(3)] if weighted else None
+    found = merged(FIRST * 3, OFFSETS * 3, samples)
+    assert [bag.requires_grad for bag in found] == [True, weighted, False]
+    sum(bag.sum() for bag in found).backward()
+    assert [bag.weight.grad is not None for bag in merged] == [True, False, False]
+    if samples is not None:
+        assert samples[1].grad is not None
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")  # inductor uses it
 @pytest.mark.filterwarnings("ignore:Error detected")  # where tracers find the error
 class TestCompiled:
