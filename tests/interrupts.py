@@ -128,7 +128,6 @@ class InterruptAt:
         polled.discard(frame.f_back)  # type: ignore[arg-type]  # a call from Python
         if self._only is not None and here != self._only[:2]:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if self._keeps_frames:
             self._frames.append(frame)
         if is_polled:
@@ -148,6 +147,8 @@ class InterruptAt:
                 polled.discard(frame)
             return frame.f_trace
 
+        frame.f_trace = trace  # first: without it CPython 3.13 ignores the next line
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return trace
 
     def _pass(self, here: tuple[int, CodeType]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fusedoptim.raw._pointers import PLAIN
 from fusedoptim.step.unchanged import may_be_compared, tensor_guards
@@ -11,13 +11,6 @@ from fusedoptim.step.unchanged import may_be_compared, tensor_guards
 Fact = TypeVar("Fact")
 _MOST_KNOWN = 8
 _PATIENCE = 32  # after so many calls with new shapes, only one in so many is remembered
-
-
-class _Known(NamedTuple, Generic[Fact]):
-    is_same: Callable[..., bool]
-    """Compares other tensors with those of the call, in all except addresses."""
-    options: object
-    fact: Fact
 
 
 class Recent(Generic[Fact]):
@@ -29,7 +22,9 @@ class Recent(Generic[Fact]):
     def __init__(self, places: Sequence[int] | None = None) -> None:
         """``places`` are the positions of the tensors that are compared; None is all arguments."""
         self._places = places
-        self._known: list[_Known[Fact]] = []
+        self._known: list[tuple[Callable[..., bool], object, Fact]] = []
+        """For each call: what compares other tensors with its own, in all except addresses; its
+        options; and the fact."""
         self._misses = 0
 
     def __reduce__(self) -> Any:
@@ -61,7 +56,7 @@ class Recent(Generic[Fact]):
             return
         fact = find_out()
         if fact is not None:
-            known = _Known(_comparison(tensors), options, fact)
+            known = _comparison(tensors), options, fact
             self._known = [known, *self._known[: _MOST_KNOWN - 1]]
 
 

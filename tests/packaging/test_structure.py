@@ -106,6 +106,16 @@ def test_no_class_is_too_large(package: str) -> None:
                 assert len(methods) <= MOST_METHODS, f"{name}.{node.name}"
 
 
+@pytest.mark.parametrize("package", [*PACKAGES, "benchmarks", "tests"])
+def test_named_tuples_have_no_other_base(package: str) -> None:
+    """CPython 3.10, which the packages support, refuses another base, even ``Generic``."""
+    for name, (_, tree) in modules(package).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and len(node.bases) > 1:
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                assert "NamedTuple" not in bases, f"{name}.{node.name}"
+
+
 def test_private_attributes_stay_in_their_module() -> None:
     """In the allocator, only the defining module and subclasses use a private attribute."""
     for name, (_, tree) in modules("allocator").items():
