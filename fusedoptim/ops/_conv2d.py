@@ -135,10 +135,8 @@ def _patches(
     if any(padding):
         above, beside = padding
         rows = functional.pad(rows, (0, 0, beside, beside, above, above))
-    windows = rows.unfold(1, size[0], stride[0]).unfold(
-        2, size[1], stride[1]
-    )  # (N, H', W', C, h, w)
-    return windows.permute(0, 1, 2, 4, 5, 3).flatten(3)
+    windows = rows.unfold(1, size[0], stride[0]).unfold(2, size[1], stride[1])
+    return windows.permute(0, 1, 2, 4, 5, 3).flatten(3)  # they were (N, H', W', C, h, w)
 
 
 def _spread(rows: Tensor, dim: int, step: int, size: int) -> Tensor:

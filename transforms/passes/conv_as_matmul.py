@@ -7,13 +7,13 @@ The class of each plain ``torch.nn.Conv2d`` with a large weight becomes that of
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import conv_as_matmul, exchanged_class
 from transforms.rewrites.conv_as_matmul import MatmulConv2d
-from transforms.tracing.modules import COMPUTED, has_computed_tensors, has_replaced_methods
+from transforms.tracing.modules import objection_to_exchange
 
 
 class ConvAsMatmul(ExchangingPass):
@@ -36,19 +36,11 @@ class ConvAsMatmul(ExchangingPass):
 
 
 def _objection(module: nn.Conv2d, cast_to: torch.dtype | None) -> str | None:
-    if has_computed_tensors(module):
-        return COMPUTED
-    if type(module) is not nn.Conv2d or has_replaced_methods(module):
-        return f"overrides its methods: {type(module).__name__} may differ"
-    weight = module.weight
-    if type(weight) not in (Tensor, nn.Parameter):
-        return f"has a weight of class {type(weight).__name__}"
-    if weight.device.type != "cpu":
-        return f"is on {weight.device.type}: only the CPU's convolutions are slow for small images"
-    if (reason := conv_as_matmul.objection_to_kind(module)) is not None:
+    reason = objection_to_exchange(module, (nn.Conv2d,)) or conv_as_matmul.objection_to_kind(module)
+    if reason is not None:
         return reason
-    dtype = weight.dtype if cast_to is None else cast_to
-    if not conv_as_matmul.most_pixels(dtype, weight.numel()):
+    dtype = module.weight.dtype if cast_to is None else cast_to
+    if not conv_as_matmul.most_pixels(dtype, module.weight.numel()):
         name = str(dtype).removeprefix("torch.")
         return f"computes in {name}, in which products are no faster on this processor"
     return None

@@ -6,18 +6,18 @@ The class of each plain ``torch.nn.Linear``, and of transformers' ``Conv1D``, be
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear, OneDNNModule
 from transforms.tracing.modules import (
-    COMPUTED,
     Kinds,
-    has_computed_tensors,
-    has_replaced_methods,
+    objection_to_exchange,
     transposed_linears,
 )
 
@@ -63,15 +63,9 @@ def _objection_to_all(job: Job) -> str | None:
 
 
 def _objection(module: nn.Module, kinds: Kinds) -> str | None:
-    if has_computed_tensors(module):
-        return COMPUTED
-    if type(module) not in kinds or has_replaced_methods(module):
-        return f"overrides its methods: {type(module).__name__} may differ"
-    weight = module.weight
-    if type(weight) not in (Tensor, nn.Parameter):
-        return f"has a weight of class {type(weight).__name__}"
-    if weight.device.type != "cpu":
-        return f"is on {weight.device.type}: oneDNN's products are for the CPU"
-    if weight.dtype is not torch.float32:
-        return f"computes in {str(weight.dtype).removeprefix('torch.')}: torch's products stay"
-    return None
+    if (reason := objection_to_exchange(module, kinds)) is not None:
+        return reason
+    dtype: Any = module.weight.dtype
+    if dtype is torch.float32:
+        return None
+    return f"computes in {str(dtype).removeprefix('torch.')}: torch's products stay"

@@ -18,7 +18,7 @@ from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import has_bfloat16_products
 from fusedoptim.ops._conv2d import conv2d
 from transforms.rewrites import onednn_products
-from transforms.rewrites.for_training import ForTraining
+from transforms.rewrites.for_training import ForTraining, are_plain
 from transforms.rewrites.packed import is_plain_call
 
 LEAST_WEIGHT = 1 << 18
@@ -28,7 +28,6 @@ _PIXELS = 4 * 4
 _PIXELS_OF_LARGE_WEIGHTS = 7 * 7
 _PIXELS_BY_TILES = 8 * 8
 """Where oneDNN multiplies by tiles (AMX): its convolutions profit less from them than products."""
-_KINDS = (Tensor, nn.Parameter)
 
 
 class MatmulConv2d(ForTraining, nn.Conv2d):
@@ -91,11 +90,8 @@ def _has_tiles() -> bool:
 def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
     """The dtype in which the convolution is computed as a product, or None if torch computes it."""
     weight, bias = conv.weight, conv.bias
-    if not is_plain_call():
+    if not is_plain_call() or not are_plain(x, weight, bias):
         return None
-    for t in (x, weight) if bias is None else (x, weight, bias):
-        if type(t) not in _KINDS or t.layout is not torch.strided or not t.is_cpu:
-            return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     is_cast = x.dtype in (torch.float32, dtype) and (bias is None or bias.dtype in (x.dtype, dtype))
     if weight.dtype is not dtype or not is_cast or objection_to_kind(conv) is not None:

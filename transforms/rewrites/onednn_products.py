@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._linear import linear
-from transforms.rewrites.for_training import ForTraining
+from transforms.rewrites.for_training import ForTraining, are_plain
 from transforms.rewrites.packed import is_plain_call, missing_operators
 from transforms.rewrites.schemas import difference
 
 LEAST_PRODUCTS = 1 << 26
 """Multiplications of a forward pass for each thread, from which oneDNN gains more than the calls
 cost."""
-_KINDS = (Tensor, nn.Parameter)
 
 
 class OneDNNModule(ForTraining):
@@ -59,12 +58,11 @@ def is_served(x: Tensor, weight: Tensor, bias: Tensor | None, least: int) -> boo
             return False
     elif not is_plain_call():
         return False
-    for t in (x, weight) if bias is None else (x, weight, bias):
-        is_plain = type(t) in _KINDS and t.layout is torch.strided
-        if not (is_plain and t.is_cpu and t.dtype is torch.float32):
-            return False
     return (
-        not torch.is_autocast_enabled("cpu")
+        are_plain(x, weight, bias)
+        and x.dtype is weight.dtype is torch.float32
+        and (bias is None or bias.dtype is torch.float32)
+        and not torch.is_autocast_enabled("cpu")
         and x.dim() > 1
         and x.is_contiguous()
         and x.size(-1) == weight.size(1)

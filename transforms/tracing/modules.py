@@ -67,6 +67,24 @@ def has_replaced_methods(module: nn.Module) -> bool:
     return not vars(module).keys().isdisjoint(_BEHAVIOUR)
 
 
+def objection_to_exchange(module: nn.Module, kinds: Kinds) -> str | None:
+    """Why the module's class cannot become one of ours for the CPU, or None.
+
+    Args:
+        module: has a weight.
+        kinds: the classes that ours stand for; subclasses may differ.
+    """
+    if has_computed_tensors(module):
+        return COMPUTED
+    if type(module) not in kinds or has_replaced_methods(module):
+        return f"overrides its methods: {type(module).__name__} may differ"
+    weight: Any = module.weight
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"has a weight of class {type(weight).__name__}"
+    device = weight.device.type
+    return None if device == "cpu" else f"is on {device}: only the CPU's products are replaced"
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks see or change the module's inputs, outputs or gradients."""
     return any(_hooks_of(module))
