@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dis
 import functools
 import inspect
 import itertools
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from transforms.tracing.bytecode import names_called, stored_attributes
 from transforms.tracing.conditions import Changing, Source, source_of
 from transforms.tracing.modules import META_DATA
 
@@ -232,18 +232,11 @@ def changing_attributes(classes: Iterable[type]) -> Changing:
             name for base in own for name, v in vars(base).items() if isinstance(v, property)
         }
         for function in _reachable(cls):
-            values |= _stored_attributes(function.__code__)
+            values |= stored_attributes(function.__code__)
             source = source_of(function.__code__)  # without one, all its conditions are open
             filled = source.filled if source is not None else ()
             contents |= {node.attr for node in filled if isinstance(node, ast.Attribute)}
     return Changing(frozenset(values), frozenset(contents))
-
-
-@functools.lru_cache(maxsize=1024)
-def _stored_attributes(code: types.CodeType) -> frozenset[str]:
-    """The attributes that code assigns to, without its nested functions."""
-    found = (each for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
-    return frozenset(each.argval for each in found)
 
 
 def names_used(cls: type) -> set[str]:
@@ -289,32 +282,13 @@ def _functions(
 def _calls(function: types.FunctionType) -> Iterator[tuple[object, types.CodeType]]:
     """What a function calls by a global name, and the code that calls it."""
     for code in _codes(function.__code__):
-        for name, *attributes in _names_called(code):
+        for name, *attributes in names_called(code):
             called = function.__globals__.get(name)
             for attribute in attributes:
                 is_module = isinstance(called, types.ModuleType)
                 called = vars(called).get(attribute) if is_module else None
             if called is not None:
                 yield called, code
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_called(code: types.CodeType) -> list[tuple[str, ...]]:
-    """The global names, and their attributes, that code calls, without its nested functions."""
-    found: list[tuple[str, ...]] = []
-    name: tuple[str, ...] = ()
-    is_called = False
-    for each in dis.get_instructions(code):
-        if name and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = (*name, each.argval)
-            is_called = is_called or each.opname == "LOAD_METHOD"
-            continue
-        if name and is_called:
-            found.append(name)
-        is_global = each.opname == "LOAD_GLOBAL"
-        name = (each.argval,) if is_global else ()
-        is_called = is_global and bool((each.arg or 0) & 1)  # makes room for a call
-    return found
 
 
 def _reachable(cls: type) -> list[types.FunctionType]:
