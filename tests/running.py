@@ -32,6 +32,11 @@ _READ_LATER = ("FUSEDOPTIM_", "CL_", "OCL_", "ONEAPI_", "ONEDNN_")
 Only this package and the drivers read them, which torch does not load, and oneDNN when it is first
 used.
 """
+_PYTHON = (
+    *(sys.executable, "-W", "ignore:This process:DeprecationWarning"),
+    *("-W", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"),
+)
+"""The interpreter of scripts, without the warnings that pytest ignores: see ``pyproject.toml``."""
 UNBUFFERED = """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -58,7 +63,7 @@ def run_script(script: str, *arguments: str, **variables: str) -> subprocess.Com
 def run_fresh(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a new interpreter, with these environment variables."""
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [*_PYTHON, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -93,7 +98,7 @@ class _Forks:
 
     def __init__(self, variables: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.forking import next_script; exec(next_script())"],
+            [*_PYTHON, "-c", "from tests.forking import next_script; exec(next_script())"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

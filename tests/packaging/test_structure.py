@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
+
+from tests.project import PROJECT
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("allocator", "fusedoptim", "transforms")
 
 
 def test_every_package_is_listed_and_typed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = set(project["tool"]["setuptools"]["packages"])
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
     found = {
         ".".join(path.parent.relative_to(ROOT).parts)
         for name in PACKAGES

@@ -374,7 +374,8 @@ def test_apply_optimizer_in_backward() -> None:
             loss_of(model, batch).backward()
         assert_trained(model, case)
         wrapped = ddp(model)
-        with pytest.raises(RuntimeError, match="accelerator"):  # torch's own code needs one
+        # Torch's own code needs one. The build for CUDA says so in other words.
+        with pytest.raises(RuntimeError, match=r"accelerator|create a new Stream"):
             loss_of(wrapped, next(own_batches())).backward()
     for case in SPLITS:
         model = new_model().bfloat16()

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 import torch
 from torch import Tensor, nn
 
 from fusedoptim import transforms
 from tests.fusedoptim.helpers import run_script
+from tests.project import PROJECT
 from tests.transforms.graph.helpers import LAST, Encoder, Residual, Squeezed, assert_as_eager
 from tests.transforms.helpers import (
     assert_right,
@@ -336,9 +336,8 @@ def test_modes_and_options(given: dict[str, Any]) -> None:
 
 def test_by_name(tmp_path: Path) -> None:
     """torch finds the backend by pyproject.toml's entry point, without an import of ours."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     group = "torch_dynamo_backends"
-    (point,) = project["project"]["entry-points"][group].items()
+    (point,) = PROJECT["project"]["entry-points"][group].items()
     info = tmp_path / "fusedoptim_backend-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fusedoptim-backend\nVersion: 1\n")
