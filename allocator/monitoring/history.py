@@ -66,7 +66,7 @@ class History(Hook):
             raise ValueError(f"max_entries={max_entries} is negative")
         if stacks not in ("python", None):
             raise ValueError(f"stacks={stacks!r} is neither 'python' nor None")
-        self._core, self._store = core, core.store
+        self._core = core
         self._stacks = Stacks() if stacks else None
         self._entries: deque[tuple[Any, ...]] = deque(maxlen=max_entries)
         self._awaited: list[Allocation] = []
@@ -107,7 +107,7 @@ class History(Hook):
 
     def out_of_memory(self, pool: Any, nbytes: int) -> bool:
         """See :class:`Hook`."""
-        source = self._store.source
+        source = self._core.store.source
         most = source.driver.capacity if source.limit is None else source.limit
         free = max(most - source.reserved, 0)
         self._add("oom", 0, nbytes, 0, self._here(), device_free=free)
@@ -135,7 +135,7 @@ class History(Hook):
         if not self._awaited:
             return
         with self._core.lock:  # allocated() is called outside of it
-            waiting = {id(allocation) for allocation, _ in list(self._store.awaiting)}
+            waiting = {id(allocation) for allocation, _ in list(self._core.store.awaiting)}
             awaited = self._awaited
             self._awaited = [allocation for allocation in awaited if id(allocation) in waiting]
             for allocation in awaited:
@@ -150,7 +150,7 @@ class History(Hook):
             self._add("segment_free", allocation.address, room, stream, _NO_FRAMES)
 
     def _stream_of_segment(self, address: int) -> int:
-        for heap in self._store.heaps.values():
+        for heap in self._core.store.heaps.values():
             if any(segment.address == address for segment in heap.segments):
                 return heap.number
         return 0

@@ -37,6 +37,14 @@ def conv2d(
     return result
 
 
+def output_size(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]
+) -> list[int]:
+    """Height and width of the output; not positive where the weight exceeds the padded input."""
+    sides = zip(x.shape[2:], weight.shape[2:], stride, padding)
+    return [(size + 2 * pad - taps) // step + 1 for size, taps, step, pad in sides]
+
+
 def _compute(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]
 ) -> Tensor:
@@ -54,11 +62,7 @@ def _compute(
 def _like(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]
 ) -> Tensor:
-    height, width = (
-        (size + 2 * pad - taps) // step + 1
-        for size, taps, step, pad in zip(x.shape[2:], weight.shape[2:], stride, padding)
-    )
-    shape = x.shape[0], weight.shape[0], height, width
+    shape = (x.shape[0], weight.shape[0], *output_size(x, weight, stride, padding))
     layout = torch.channels_last
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import has_bfloat16_products
-from fusedoptim.ops._conv2d import conv2d
+from fusedoptim.ops._conv2d import conv2d, output_size
 from transforms.rewrites import onednn_products
 from transforms.rewrites.for_training import ForTraining, are_plain
 from transforms.rewrites.packed import is_plain_call
@@ -102,7 +102,9 @@ def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
     if not (x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout)):
         return None
     is_possible = x.size(1) == weight.size(1) and (bias is None or bias.shape == weight.shape[:1])
-    is_small = 0 < _output_pixels(conv, x) <= most_pixels(dtype, weight.numel())
+    assert not isinstance(conv.padding, str)  # one would be an objection
+    size = output_size(x, weight, conv.stride, conv.padding)
+    is_small = min(size) > 0 and math.prod(size) <= most_pixels(dtype, weight.numel())
     return dtype if is_possible and is_small and x.size(0) else None
 
 
@@ -110,15 +112,3 @@ def _are_products_rounded() -> bool:
     """Whether the program lets oneDNN round factors of float32 products; convolutions are apart."""
     settings: Any = torch.backends.mkldnn  # its attributes for operators are set at run time
     return settings.matmul.fp32_precision not in ("none", "ieee")
-
-
-def _output_pixels(conv: MatmulConv2d, x: Tensor) -> int:
-    """The pixels of an image of the output; 0 if the weight is larger than the padded input."""
-    assert not isinstance(conv.padding, str)  # checked before
-    sizes = (
-        max(0, size + 2 * pad - taps + step) // step
-        for size, pad, taps, step in zip(
-            x.shape[2:], conv.padding, conv.weight.shape[2:], conv.stride
-        )
-    )
-    return math.prod(sizes)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
 import types
+from collections.abc import Iterable
 
 
 @functools.lru_cache(maxsize=1024)
@@ -27,7 +29,11 @@ def names_called(code: types.CodeType) -> list[tuple[str, ...]]:
             name = (*name, each.argval)
             is_called = is_called or _makes_room(each)
             continue
-        if name and (is_called or _makes_room(each) or _is_called_by(instructions[place:])):
+        if name and (
+            is_called
+            or _makes_room(each)
+            or _is_called_by(itertools.islice(instructions, place, None))
+        ):
             found.append(name)
         is_global = each.opname == "LOAD_GLOBAL"
         name = (each.argval,) if is_global else ()
@@ -49,7 +55,7 @@ def _makes_room(instruction: dis.Instruction) -> bool:
     return False
 
 
-def _is_called_by(following: list[dis.Instruction]) -> bool:
+def _is_called_by(following: Iterable[dis.Instruction]) -> bool:
     """Whether CPython 3.10 calls what is on the stack before these instructions.
 
     It makes no room for that, so the arguments are counted.
