@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +30,15 @@ each_compilation = pytest.mark.parametrize(
     ("dynamic", "sizes"), [(False, [9]), (True, [9, 11])], ids=["static", "dynamic"]
 )
 """One size for a static graph, since another would only recompile it; two for a dynamic one."""
+
+
+def assert_same_results(result: Tensor, expected: Tensor, given: Sequence[Tensor]) -> None:
+    """Assert that two outputs, and the gradients of their sums, are close."""
+    torch.testing.assert_close(result, expected)
+    for each, other in zip(
+        torch.autograd.grad(result.sum(), given), torch.autograd.grad(expected.sum(), given)
+    ):
+        torch.testing.assert_close(each, other)
 
 
 @contextlib.contextmanager

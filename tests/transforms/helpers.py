@@ -298,3 +298,25 @@ def fold(model: nn.Module, **arguments: Any) -> tuple[Any, transforms.Report]:
     """The model optimized for inference without a change of memory format, and the report."""
     optimized = transforms.optimize(model, auto_channels_last=False, **arguments)
     return optimized, transforms.report(optimized)
+
+
+def levels_of(knob: str) -> list[tuple[dict[str, Any], bool]]:
+    """Arguments of ``optimize``, and whether a pass that is on at level O1 runs with them."""
+    off, bare = {knob: False}, {"level": "O0"}
+    return [({}, True), (off, False), (bare, False), (bare | {knob: True}, True)]
+
+
+def assert_gradients_for_many_vectors(output: Tensor, wanted: Sequence[Tensor]) -> None:
+    """Assert that both of torch's ways to batch gradients give those of one vector at a time."""
+    vectors = torch.randn(3, *output.shape)
+
+    def gradients_for(vector: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, wanted, vector, retain_graph=True)
+
+    one_by_one = [torch.stack(each) for each in zip(*map(gradients_for, vectors))]
+    for found in (
+        torch.vmap(gradients_for)(vectors),
+        torch.autograd.grad(output, wanted, vectors, is_grads_batched=True),
+    ):
+        for each, right in zip(found, one_by_one):
+            torch.testing.assert_close(each, right)

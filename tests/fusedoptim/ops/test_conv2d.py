@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fusedoptim.ops._conv2d import conv2d
-from tests.compiling import needs_compiler, quiet_compiler
+from tests.compiling import assert_same_results, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import unit_roundoff
 
@@ -183,9 +183,4 @@ class TestTracing:
         torch.compiler.reset()
         compiled = torch.compile(function, fullgraph=True)
         given = arguments(case)
-        expected, result = function(*given), compiled(*given)
-        torch.testing.assert_close(result, expected)
-        for each, other in zip(
-            torch.autograd.grad(result.sum(), given), torch.autograd.grad(expected.sum(), given)
-        ):
-            torch.testing.assert_close(each, other)
+        assert_same_results(compiled(*given), function(*given), given)

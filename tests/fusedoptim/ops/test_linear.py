@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from fusedoptim.ops import _linear
 from fusedoptim.ops._linear import linear
-from tests.compiling import needs_compiler, quiet_compiler
+from tests.compiling import assert_same_results, needs_compiler, quiet_compiler
 from tests.fusedoptim.helpers import assert_within
 from tests.tolerances import unit_roundoff
 
@@ -135,9 +135,4 @@ class TestTracing:
         compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
         for shape in shapes:
             given = arguments(shape)
-            ours, expected = compiled(*given), function(*given)
-            torch.testing.assert_close(ours, expected)
-            for each, other in zip(
-                torch.autograd.grad(ours.sum(), given), torch.autograd.grad(expected.sum(), given)
-            ):
-                torch.testing.assert_close(each, other)
+            assert_same_results(compiled(*given), function(*given), given)

@@ -17,7 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedoptim import _processor, transforms
 from tests.fusedoptim.helpers import assert_within, each_way_to_copy
 from tests.tolerances import unit_roundoff
-from tests.transforms.helpers import optimized, optimized_twice, randomise
+from tests.transforms.helpers import (
+    assert_gradients_for_many_vectors,
+    levels_of,
+    optimized,
+    optimized_twice,
+    randomise,
+)
 from transforms.rewrites import conv_as_matmul, onednn_products
 from transforms.rewrites.conv_as_matmul import MatmulConv2d
 
@@ -119,19 +125,7 @@ class TestProducts:
     def test_gradients_for_many_vectors(self, name: str) -> None:
         """Both of torch's ways to batch gradients work, without a warning."""
         ours, x = optimized(convolution(name)), images().requires_grad_()
-        wanted, output = [x, *ours.parameters()], ours(x)
-        vectors = torch.randn(3, *output.shape)
-
-        def gradients_for(vector: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(output, wanted, vector, retain_graph=True)
-
-        one_by_one = [torch.stack(each) for each in zip(*map(gradients_for, vectors))]
-        for found in (
-            torch.vmap(gradients_for)(vectors),
-            torch.autograd.grad(output, wanted, vectors, is_grads_batched=True),
-        ):
-            for each, right in zip(found, one_by_one):
-                torch.testing.assert_close(each, right)
+        assert_gradients_for_many_vectors(ours(x), [x, *ours.parameters()])
 
     @each_way_to_copy
     def test_copies(self, name: str, copied: Any) -> None:
@@ -315,10 +309,7 @@ def test_report_levels_and_knob(monkeypatch: pytest.MonkeyPatch) -> None:
         "4": "has dilation=(2, 2)",
         "5": "pads by (1, 1) with 'reflect'",
     }
-    for arguments, is_ours in (
-        ({}, True), ({KNOB: False}, False),
-        ({"level": "O0"}, False), ({"level": "O0", KNOB: True}, True),
-    ):  # fmt: skip
+    for arguments, is_ours in levels_of(KNOB):
         assert isinstance(optimized(convolution(), **arguments), MatmulConv2d) == is_ours
     with pytest.raises(ValueError, match="conv_as_matmul=True is for a model in train mode"):
         transforms.optimize(convolution().eval(), conv_as_matmul=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 from fusedoptim.nn import GELU
-from tests.transforms.helpers import optimized, optimized_twice
+from tests.transforms.helpers import levels_of, optimized, optimized_twice
 from transforms.rewrites.fused_activation import FusedActivation
 
 KNOB = "fuse_gelu"
@@ -46,10 +46,7 @@ def test_exchanges_plain_ones_and_reports_the_others() -> None:
 
 
 def test_levels_and_knob() -> None:
-    for arguments, is_ours in (
-        ({}, True), ({KNOB: False}, False),
-        ({"level": "O0"}, False), ({"level": "O0", KNOB: True}, True),
-    ):  # fmt: skip
+    for arguments, is_ours in levels_of(KNOB):
         assert (type(optimized(model(), **arguments)[1]) is GELU) == is_ours
     with pytest.raises(ValueError, match="fuse_gelu=True is for a model in train mode"):
         transforms.optimize(model().eval(), fuse_gelu=True)

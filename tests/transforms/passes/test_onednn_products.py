@@ -19,7 +19,12 @@ from fusedoptim import _processor, transforms
 from fusedoptim.ops import _linear
 from tests.fusedoptim.helpers import assert_within, each_way_to_copy
 from tests.tolerances import unit_roundoff
-from tests.transforms.helpers import optimized, optimized_twice
+from tests.transforms.helpers import (
+    assert_gradients_for_many_vectors,
+    levels_of,
+    optimized,
+    optimized_twice,
+)
 from transforms.rewrites import onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear
 
@@ -203,19 +208,7 @@ class TestProducts:
     def test_gradients_for_many_vectors(self, kind: str) -> None:
         """Both of torch's ways to batch gradients work, without a warning."""
         ours, x = optimized(KINDS[kind]()), rows().requires_grad_()
-        wanted, output = [x, *ours.parameters()], ours(x)
-        vectors = torch.randn(3, ROWS, OUTPUTS)
-
-        def gradients_for(vector: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(output, wanted, vector, retain_graph=True)
-
-        one_by_one = [torch.stack(each) for each in zip(*map(gradients_for, vectors))]
-        for found in (
-            torch.vmap(gradients_for)(vectors),
-            torch.autograd.grad(output, wanted, vectors, is_grads_batched=True),
-        ):
-            for each, right in zip(found, one_by_one):
-                torch.testing.assert_close(each, right)
+        assert_gradients_for_many_vectors(ours(x), [x, *ours.parameters()])
 
     def test_checkpointed(self, kind: str) -> None:
         plain = KINDS[kind]()
@@ -275,10 +268,7 @@ def test_report_levels_and_knob(monkeypatch: pytest.MonkeyPatch) -> None:
         "1": "overrides its methods: Own may differ",
         "2": "has a weight or bias that is computed from others (a parametrization)",
     }
-    for arguments, is_ours in (
-        ({}, True), ({KNOB: False}, False),
-        ({"level": "O0"}, False), ({"level": "O0", KNOB: True}, True),
-    ):  # fmt: skip
+    for arguments, is_ours in levels_of(KNOB):
         assert isinstance(optimized(linear(), **arguments), OneDNNLinear) == is_ours
     with pytest.raises(ValueError, match="onednn_products=True is for a model in train mode"):
         transforms.optimize(linear().eval(), onednn_products=True)

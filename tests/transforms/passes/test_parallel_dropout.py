@@ -15,7 +15,13 @@ from torch.nn.utils import parametrize
 from fusedoptim import transforms
 from fusedoptim.nn import AlphaDropout, Dropout, MultiheadAttention, functional
 from tests.running import check_script
-from tests.transforms.helpers import fingerprint, operators_called, optimized, optimized_twice
+from tests.transforms.helpers import (
+    fingerprint,
+    levels_of,
+    operators_called,
+    optimized,
+    optimized_twice,
+)
 from tests.transforms.models import transformers_package
 
 KNOB = "parallel_dropout"
@@ -82,10 +88,7 @@ def test_attention_of_the_users_own_is_reported() -> None:
 
 
 def test_levels_and_knob() -> None:
-    for arguments, is_ours in (
-        ({}, True), ({KNOB: False}, False),
-        ({"level": "O0"}, False), ({"level": "O0", KNOB: True}, True),
-    ):  # fmt: skip
+    for arguments, is_ours in levels_of(KNOB):
         assert (type(optimized(Block(), **arguments).shared) is Dropout) == is_ours
     with pytest.raises(ValueError, match="parallel_dropout=True is for a model in train mode"):
         transforms.optimize(Block().eval(), parallel_dropout=True)
