@@ -13,13 +13,8 @@ from torch import Tensor
 
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._arguments import check_constant
-from fusedoptim.ops._launching import (
-    ARITHMETIC_OF,
-    DEVICES,
-    DTYPE_NAMES,
-    VARIANT_OF,
-    launch_rows,
-)
+from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_rows
+from fusedoptim.ops._registering import register, register_without_gradient
 
 __all__ = ["cross_entropy"]
 
@@ -63,14 +58,7 @@ def cross_entropy(
     return loss, log_sum
 
 
-@torch.library.custom_op(
-    "fusedoptim::cross_entropy",
-    mutates_args=(),
-    device_types=DEVICES,
-    schema="(Tensor logits, Tensor target, float label_smoothing, int ignore_index) -> "
-    "(Tensor loss, Tensor log_sum)",
-)
-def _cross_entropy(
+def _compute(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     loss, log_sum = _like(logits, target, label_smoothing, ignore_index)
@@ -83,7 +71,10 @@ def _cross_entropy(
     return loss, log_sum
 
 
-@_cross_entropy.register_fake
+def _direct(_: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return _compute(*inputs)  # new tensors, not views
+
+
 def _like(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -126,10 +117,7 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-@torch.library.custom_op(
-    "fusedoptim::cross_entropy_backward", mutates_args=(), device_types=DEVICES
-)
-def _gradient(
+def _compute_gradient(
     grad_loss: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -147,7 +135,6 @@ def _gradient(
     return grad
 
 
-@_gradient.register_fake
 def _gradient_like(grad_loss: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
@@ -180,4 +167,18 @@ def _differentiable_gradient(
     return (factor * (probabilities - wanted)).to(logits.dtype)
 
 
-_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+_cross_entropy = register(
+    "cross_entropy(Tensor logits, Tensor target, float label_smoothing, int ignore_index) -> "
+    "(Tensor loss, Tensor log_sum)",
+    kernel=_compute,
+    fake=_like,
+    setup_context=_setup_context,
+    backward=_backward,
+    direct=_direct,
+)
+_gradient = register_without_gradient(
+    "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor log_sum, "
+    "float label_smoothing, SymInt ignore_index) -> Tensor",
+    _compute_gradient,
+    _gradient_like,
+)

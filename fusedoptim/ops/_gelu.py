@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim.ops._launching import DEVICES, DTYPE_NAMES, VARIANT_OF, in_order_of, launch
+from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, in_order_of, launch
+from fusedoptim.ops._registering import register, register_without_gradient
 
 __all__ = ["gelu_tanh"]
 
@@ -39,15 +40,17 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return result
 
 
-@torch.library.custom_op("fusedoptim::gelu_tanh", mutates_args=(), device_types=DEVICES)
-def _gelu(x: Tensor) -> Tensor:
-    y: Tensor = _like(x)
+def _compute(x: Tensor) -> Tensor:
+    y = _like(x)
     if y.numel():
         launch("gelu_tanh", {"x": in_order_of(x, y), "y": y}, {})
     return y
 
 
-@_gelu.register_fake
+def _direct(_: Any, x: Tensor) -> Tensor:
+    return _compute(x)  # a new tensor, not a view
+
+
 def _like(x: Tensor) -> Tensor:
     """The output, uninitialized; raise if the operator does not accept this input."""
     if x.dtype not in VARIANT_OF:
@@ -57,17 +60,15 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("fusedoptim::gelu_tanh_backward", mutates_args=(), device_types=DEVICES)
-def _gradient(grad: Tensor, x: Tensor) -> Tensor:
+def _compute_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of the input."""
-    grad_x = torch.empty_like(x)
+    grad_x = _gradient_like(grad, x)
     if grad_x.numel():
         tensors = {"x": in_order_of(x, grad_x), "grad": in_order_of(grad, grad_x), "grad_x": grad_x}
         launch("gelu_tanh_backward", tensors, {})
     return grad_x
 
 
-@_gradient.register_fake
 def _gradient_like(grad: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -76,15 +77,21 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     (x,) = ctx.saved_tensors
-    is_differentiable = torch.is_grad_enabled()  # of backward(create_graph=True)
-    result: Tensor = (
-        torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
-        if is_differentiable
-        else _gradient(grad, x)
-    )
-    return result
+    if torch.is_grad_enabled():  # of backward(create_graph=True)
+        return (torch.ops.aten.gelu_backward(grad, x, approximate="tanh"),)
+    return (_gradient(grad, x),)
 
 
-_gelu.register_autograd(_backward, setup_context=_setup_context)
+_gelu = register(
+    "gelu_tanh(Tensor x) -> Tensor",
+    kernel=_compute,
+    fake=_like,
+    setup_context=_setup_context,
+    backward=_backward,
+    direct=_direct,
+)
+_gradient = register_without_gradient(
+    "gelu_tanh_backward(Tensor grad, Tensor x) -> Tensor", _compute_gradient, _gradient_like
+)

@@ -193,7 +193,7 @@ def register_without_gradient(
     Returns:
         the operator.
     """
-    _library.define(schema, tags=tags)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     name = schema.partition("(")[0]
     qualified = f"{_NAMESPACE}::{name}"
     torch.library.impl(qualified, DEVICES, func=disable_dynamo(kernel), lib=_library)
