@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.operators import CONVOLUTIONS, TRANSPOSED, arguments, value
+from transforms.rewrites.finite import is_finite
 from transforms.rewrites.fold_arithmetic import PlainPair, folded
 
 _DTYPES = (torch.float32, torch.float64)
@@ -34,7 +35,7 @@ def folded_bias(*pair: Any) -> Tensor:
 
 def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
     result = values.to(dtype)
-    if not bool(result.isfinite().all()):
+    if not is_finite(result):
         raise NotFinite
     return result
 

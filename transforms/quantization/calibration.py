@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transforms.inputs.sample import shortest_times
 from transforms.quantization.ranges import Observer
 from transforms.quantization.samples import Run, finding, run_all
+from transforms.rewrites.finite import is_finite
 from transforms.rewrites.int8 import Int8, Range
 
 Layers = Mapping[str, nn.Module]
@@ -51,7 +52,7 @@ def calibrate(
                 f"loader: the model records gradients in {name}, and INT8 has none: pass "
                 f"keep=[{name!r}]"
             )
-        if not bool(x.isfinite().all()):
+        if not is_finite(x):
             raise finding(
                 f"loader: the input of {name} is infinite or NaN in calibration, and INT8 has no "
                 f"such values: fix the data, or pass keep=[{name!r}]"

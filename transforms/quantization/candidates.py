@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from transforms.rewrites import fast_path, geometry
+from transforms.rewrites.finite import is_finite
 from transforms.rewrites.int8 import CLASSES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
 from transforms.tracing.modules import (
@@ -83,7 +84,7 @@ def _objection(module: Any) -> str | None:
         return f"is {weight.dtype}: INT8 replaces float32 and bfloat16"
     if weight.numel() == 0:
         return "has no weights"
-    if not bool(weight.isfinite().all()):
+    if not is_finite(weight):
         return "has weights that are infinite or NaN"
     if module.bias is not None and module.bias.shape != weight.shape[:1]:
         return f"has a bias of shape {tuple(module.bias.shape)}, not one for each output"

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from fusedoptim.split.pages import has_sole_owner, release_pages
 from transforms.rewrites import plain_tensors, remainders
+from transforms.rewrites.finite import is_finite
 from transforms.rewrites.fold_arithmetic import PlainPair, factors, folded, unfolded
 from transforms.rewrites.stand_ins import FoldedBatchNorm, revert, stand_in
 from transforms.rewrites.watched_parameter import detached
@@ -68,15 +69,21 @@ class Fold:
 
     def objection(self) -> str | None:
         """Why the values of the two plain modules cannot be folded, if they cannot."""
+        found = self._folded_or_objection()
+        return found if isinstance(found, str) else None
+
+    def _folded_or_objection(self) -> tuple[Tensor, Tensor] | str:
+        """The folded weight and bias, or why the values cannot be folded."""
         if has_computed_tensors(self._feeder) or has_computed_tensors(self._norm):
             return COMPUTED
         tensors = self.tensors()
         for t in tensors:
             if not t.is_floating_point() or t.is_meta:
                 return f"is {t.dtype}" if not t.is_meta else "has no values (device meta)"
-        if not all(t.isfinite().all() for t in (*tensors, *self._folded())):
+        folded_tensors = self._folded()
+        if not all(map(is_finite, (*tensors, *folded_tensors))):
             return "would become infinite or NaN if folded"
-        return None
+        return folded_tensors
 
     @property
     def bytes_saved(self) -> int:
@@ -192,10 +199,11 @@ class Fold:
             self._become_plain()
         if self._is_done:
             return
-        self._why_undone = self.objection()
-        if self._why_undone is not None:
+        found = self._folded_or_objection()
+        self._why_undone = found if isinstance(found, str) else None
+        if isinstance(found, str):
             return
-        weight, bias = self._folded()
+        weight, bias = found
         self._bias = feeder.bias
         self._remainder = self._divided(weight)
         plain = feeder.weight.data
