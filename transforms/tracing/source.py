@@ -133,6 +133,8 @@ class Reader:
         for owner in owners or ():
             for module in modules_behind(vars(owner).get(name)):
                 yield Use(module, False)
+            if _gives_access(owner, name):
+                yield Use(owner, False)
 
     def _method(self, name: str, module: nn.Module, of_bases: bool = False) -> Iterator[Use]:
         for cls in type(module).__mro__:
@@ -357,6 +359,12 @@ def _owners(
         return None  # a child, a property, a method
     held = [vars(owner)[value.attr] for owner in owners]
     return None if any(modules_behind(held)) else []
+
+
+def _gives_access(owner: nn.Module, name: str) -> bool:
+    """Whether an attribute of a module of torch is its tensor, or code that may use its tensors."""
+    is_other = name in _HARMLESS - {"forward"} or name in vars(owner) or name in owner._modules
+    return _is_torchs(type(owner)) and not is_other
 
 
 def _is_asked(node: ast.AST, source: Source) -> bool:

@@ -200,12 +200,13 @@ class Watch:
     def _on_line(
         self, function: _Function, frame: types.FrameType, event: str, _: object
     ) -> Callable[..., Any]:
+        # Also before each line: a loop gives its variable another module, and from CPython 3.12 on
+        # the variables of a comprehension are gone when it ends.
+        function.meet(frame.f_locals, self._originals)
         if event == "line":
             function.ran.add(frame.f_lineno)
             if function.is_open(frame.f_lineno):
                 self.undecided.update(_nodes(list(frame.f_locals.values())))
-        elif event == "return":
-            function.meet(frame.f_locals, self._originals)
         return functools.partial(self._on_line, function)
 
 

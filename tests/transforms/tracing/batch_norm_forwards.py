@@ -458,32 +458,5 @@ class FindsAttributesOfItsBlock(Outer):
         return x if x.sum() > 1e9 else self.block(x) + self.conv(x)
 
 
-def pair() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
-
-
-class Collects(nn.Module):
-    """Code that cannot be traced, and returns the output of each layer."""
-
-    @stays("does more with layers than call it", layers=lambda m: pair())
-    def iterated_over(self, x: Tensor) -> list[Tensor]:
-        outputs = []
-        for layer in self.layers:
-            x = layer(x)
-            if x.sum() > -1e9:
-                outputs.append(x)
-        return outputs
-
-    @stays("does more with stages than call it", stages=lambda m: nn.ModuleList([pair()]))
-    def iterated_over_in_lists(self, x: Tensor) -> list[Tensor]:
-        outputs = []
-        for stage in self.stages:
-            for layer in stage:
-                x = layer(x)
-                if x.sum() > -1e9:
-                    outputs.append(x)
-        return outputs
-
-
-for namespace in (Forwards, Branches, Dispatches, Outer, FindsAttributesOfItsBlock, Collects):
+for namespace in (Forwards, Branches, Dispatches, Outer, FindsAttributesOfItsBlock):
     add_models(namespace)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.transforms.models import Block
-from tests.transforms.tracing.batch_norm_forwards import LEFT_BY_FORWARD, Left, Outer
+from tests.transforms.tracing.batch_norm_forwards import LEFT_BY_FORWARD, Left, Outer, add_models
+from tests.transforms.tracing.batch_norm_variables import Attributes, Collects, Variables
 
 
 class CallsTwice(Block):
@@ -77,6 +78,8 @@ def _tied() -> nn.Module:
     return model
 
 
+for namespace in (Collects, Variables, Attributes):
+    add_models(namespace)
 _CONV, _NORM = nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
 LEFT = LEFT_BY_FORWARD | {
     "overrides __call__": Left(CallsTwice, "overrides __call__"),

@@ -20,8 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fusedoptim import transforms
 from tests.transforms.helpers import CONV, assert_right, assert_same, fold, randomise
 from tests.transforms.models import Block, images
-from tests.transforms.tracing.batch_norm_forwards import SHARED, pair
+from tests.transforms.tracing.batch_norm_forwards import SHARED
 from tests.transforms.tracing.batch_norm_models import LEFT, hook
+from tests.transforms.tracing.batch_norm_variables import pair
 
 LOGGER = logging.getLogger(__name__)
 
