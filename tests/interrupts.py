@@ -98,6 +98,8 @@ class InterruptAt:
     def __enter__(self) -> InterruptAt:
         self._before, self._is_collecting = sys.gettrace(), gc.isenabled()
         gc.disable()  # Python reports exceptions in finalizers instead of raising them
+        # CPython 3.12 reports opcodes only if a frame has asked for them before this call.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
         return self
 
