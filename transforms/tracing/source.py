@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import Logger, RootLogger
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from transforms.tracing.bytecode import names_called, stored_attributes
 from transforms.tracing.conditions import Changing, Source, source_of
@@ -31,8 +31,8 @@ _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
 _BY_NAME = ("hasattr", "getattr")
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), Logger, RootLogger})
 """Types of values that hold no modules. A logger leads to every other one of the process."""
-_OPAQUE = (type, types.ModuleType, Tensor)
-"""Types of values that are not looked into."""
+_OPAQUE = (type, types.ModuleType, Tensor, fx.Proxy)
+"""Types of values that are not looked into. A traced value leads to the whole model."""
 
 
 class Use(NamedTuple):

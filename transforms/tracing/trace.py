@@ -224,7 +224,9 @@ def run_trace(
         elif node.op == "get_attr" and node.target in named:
             if not all(asks_geometry(user, node) for user in node.users):
                 read.update(originals[named[node.target]].modules())
-        elif node.op == "get_attr" and not all(reads_shape(user, node) for user in node.users):
+        elif node.op == "get_attr" and (
+            node in watch.undecided or not all(reads_shape(user, node) for user in node.users)
+        ):
             read.add(originals[named[node.target.rpartition(".")[0]]])
     return Trace(graph, modules, tracer.kept(), read, watch)
 

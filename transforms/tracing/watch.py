@@ -25,7 +25,7 @@ from torch.utils import _pytree
 
 from transforms.tracing.conditions import Changing, Conditions, Source, source_of
 from transforms.tracing.modules import META_DATA, own_tensors
-from transforms.tracing.source import Reader, Use, modules_in
+from transforms.tracing.source import Reader, Use, modules_behind, modules_in
 
 _TRUSTED = tuple(
     os.path.realpath(folder) + os.sep
@@ -99,7 +99,9 @@ class _Function:
         self.source: Source | None = source_of(code)
         self._file = code.co_filename
         enclosed = {name: variables[name] for name in code.co_freevars if name in variables}
-        self.namespace: Mapping[str, object] = ChainMap(enclosed, frame.f_globals)
+        self.held: dict[str, set[nn.Module]] = {}
+        """The modules behind other values of local variables, such as a partial or a method."""
+        self.namespace: Mapping[str, Any] = ChainMap(self.held, enclosed, frame.f_globals)
         self.modules: dict[str, set[nn.Module]] = {}
         """The modules that local variables have held, by variable."""
         self.ran: set[int] = set()
@@ -118,6 +120,13 @@ class _Function:
         for name, value in variables.items():
             if modules := {originals.get(module, module) for module in modules_in(value)}:
                 self.modules.setdefault(name, set()).update(modules)
+
+    def look_behind(self, variables: Mapping[str, object], originals: Originals) -> None:
+        """Note the modules behind other values of local variables."""
+        for name, value in variables.items():
+            behind = set(modules_behind(value))
+            if not behind.issubset(modules_in(value)):
+                self.held.setdefault(name, set()).update(originals.get(m, m) for m in behind)
 
     def covers(self, inner: types.CodeType) -> bool:
         """Whether the code of an inner function is part of this one."""
@@ -155,11 +164,12 @@ class Watch:
         reader = Reader(model)
         for function in list(self._functions.values()):
             if function.source is None or function.conditions is None:  # nothing is known
-                for module in set().union(*function.modules.values()):
+                for module in set().union(*function.modules.values(), *function.held.values()):
                     yield Use(module, False)
                 continue
+            modules = {n: m for n, m in function.modules.items() if n not in function.held}
             for node in function.conditions.not_run(function.ran):
-                yield from reader.code(node, function.source, function.modules, function.namespace)
+                yield from reader.code(node, function.source, modules, function.namespace)
 
     def _on_call(self, frame: types.FrameType, event: str, _: object) -> Any:
         code = frame.f_code
@@ -206,6 +216,7 @@ class Watch:
         if event == "line":
             function.ran.add(frame.f_lineno)
             if function.is_open(frame.f_lineno):
+                function.look_behind(frame.f_locals, self._originals)
                 self.undecided.update(_nodes(list(frame.f_locals.values())))
         return functools.partial(self._on_line, function)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -117,3 +118,50 @@ class Attributes(nn.Module):
         if isinstance(x, list):
             return layers.__getitem__(0)(x[0])
         return layers(x)
+
+    @stays("has tensors that forward reads directly")
+    def weight_in_a_list(self, x: Any) -> Tensor:
+        weights = [self.layers[0].weight]
+        if isinstance(x, list):
+            return weights[0].sum()
+        return self.layers(x)
+
+
+class Behind(Attributes):
+    """Code that uses a convolution behind another object in a variable."""
+
+    @stays(_NOT_RUN)
+    def in_a_partial(self, x: Any) -> Tensor:
+        alone = functools.partial(_apply, self.layers[0])
+        if isinstance(x, list):
+            return alone(x[0])
+        return self.layers(x)
+
+    @stays(_NOT_RUN)
+    def in_a_partial_next_to_a_module(self, x: Any) -> Tensor:
+        both = [nn.Identity(), functools.partial(_apply, self.layers[0])]
+        if isinstance(x, list):
+            return both[1](x[0])
+        return self.layers(x)
+
+    @stays(_NOT_RUN)
+    def in_a_method(self, x: Any) -> Tensor:
+        alone = self.layers[0].forward
+        if isinstance(x, list):
+            return alone(x[0])
+        return self.layers(x)
+
+    @stays(_NOT_RUN)
+    def in_a_closure(self, x: Any) -> Tensor:
+        conv = self.layers[0]
+
+        def alone() -> Tensor:
+            return conv(x[0])
+
+        if isinstance(x, list):
+            return alone()
+        return self.layers(x)
+
+
+def _apply(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
