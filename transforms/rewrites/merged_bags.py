@@ -53,8 +53,8 @@ def merge(
         call = f"self.{name.rpartition('.')[2]}(indices, offsets)"
         handles = refuse_calls(merged, name, call)
     record = _Merged(container, dtypes, handles)
+    undo.callback(_revert, parent, attribute)  # first: an interrupt may follow each of these
     vars(parent).setdefault(_MERGED, {})[attribute] = record
-    undo.callback(_revert, parent)
     _put(parent, attribute, merged)
     return merged
 
@@ -62,12 +62,15 @@ def merge(
 def revert_all(model: nn.Module) -> None:
     """Give ``model`` all its containers back."""
     for module in [*model.modules()]:
-        _revert(module)
+        for attribute in [*vars(module).get(_MERGED, ())]:
+            _revert(module, attribute)
 
 
-def _revert(parent: nn.Module) -> None:
+def _revert(parent: nn.Module, attribute: str) -> None:
+    """Give ``parent`` a container back, if it was merged."""
     records: dict[str, _Merged] = vars(parent).get(_MERGED, {})
-    for attribute, record in [*records.items()]:
+    record = records.get(attribute)
+    if record is not None:
         for handle in record.handles:
             handle.remove()
         merged = getattr(parent, attribute, None)
@@ -77,7 +80,8 @@ def _revert(parent: nn.Module) -> None:
                 record.container.training = merged.training
             _put(parent, attribute, record.container)
         del records[attribute]
-    vars(parent).pop(_MERGED, None)
+    if not records:
+        vars(parent).pop(_MERGED, None)
 
 
 def _release(merged: MergedEmbeddingBag, dtypes: Sequence[torch.dtype]) -> None:
