@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import inspect
 import itertools
 import types
@@ -31,7 +32,7 @@ _ASKS = ("isinstance", "type", "id", "len", "bool", "callable")
 _BY_NAME = ("hasattr", "getattr")
 _PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), Logger, RootLogger})
 """Types of values that hold no modules. A logger leads to every other one of the process."""
-_OPAQUE = (type, types.ModuleType, Tensor, fx.Proxy)
+_OPAQUE = (type, types.ModuleType, types.FrameType, Tensor, fx.Proxy)
 """Types of values that are not looked into. A traced value leads to the whole model."""
 
 
@@ -188,8 +189,8 @@ def modules_behind(*values: object) -> Iterator[nn.Module]:
             waiting.append(value.__self__)
         elif isinstance(value, functools.partial):
             waiting += [value.func, value.args, value.keywords]
-        else:
-            waiting += getattr(value, "__dict__", {}).values()
+        else:  # its attributes, also in slots; the items of a deque; a generator's variables
+            waiting += gc.get_referents(value)
 
 
 def _closure(function: types.FunctionType) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -127,6 +128,13 @@ class Attributes(nn.Module):
         return self.layers(x)
 
 
+class _Slot:
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
 class Behind(Attributes):
     """Code that uses a convolution behind another object in a variable."""
 
@@ -143,6 +151,28 @@ class Behind(Attributes):
         if isinstance(x, list):
             return both[1](x[0])
         return self.layers(x)
+
+    @stays(_NOT_RUN)
+    def in_a_slot(self, x: Any) -> Tensor:
+        slot = _Slot(self.layers[0])
+        if isinstance(x, list):
+            return slot.module(x[0])
+        return self.layers(x)
+
+    @stays(_NOT_RUN)
+    def in_a_queue(self, x: Any) -> Tensor:
+        waiting = collections.deque([self.layers[0]])
+        if isinstance(x, list):
+            return waiting.pop()(x[0])
+        return self.layers(x)
+
+    @stays(_NOT_RUN)
+    def in_a_generator(self, x: Any) -> Tensor:
+        layers = self.layers
+        outputs = (layer(x[0]) for layer in layers)
+        if isinstance(x, list):
+            return next(outputs)
+        return layers(x)
 
     @stays(_NOT_RUN)
     def in_a_method(self, x: Any) -> Tensor:
