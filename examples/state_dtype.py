@@ -144,19 +144,15 @@ def last_loss(losses: Sequence[float]) -> float:
     return statistics.mean(losses[-(len(losses) // 10) :])
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """Means over the last 20 steps."""
-    return [statistics.mean(losses[max(0, i - 19) : i + 1]) for i in range(len(losses))]
-
-
 def save_picture(path: Path, curves: dict[str, dict[Any, list[list[float]]]]) -> None:
-    """Draw all seeds' curves of all tasks."""
+    """Draw all seeds' curves of all tasks, each on top of wider ones."""
     figure = Figure(figsize=(16, 4.8), layout="constrained")  # unlike pyplot's, needs no display
     for axes, (name, by_state) in zip(figure.subplots(1, len(curves)), curves.items()):
         for i, (state_dtype, runs) in enumerate(by_state.items()):
             for k, run in enumerate(runs):
                 label = str(state_dtype).removeprefix("torch.") if k == 0 else None
-                axes.plot(smoothed(run), color=f"C{i}", linewidth=0.8, alpha=0.7, label=label)
+                width = 3 * 0.4**i
+                axes.plot(run, color=f"C{i}", linewidth=width, alpha=0.6, label=label)
         axes.set(title=name, xlabel="step", ylabel="loss", yscale="log")
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)

@@ -112,7 +112,8 @@ def _captured(job: Job, listener: _Listener) -> list[Entry]:
         for why in _breaks(counters) - before
     ]
     if not plans:
-        return [*entries, Entry("", "torch.compile captured no graph", done=False)]
+        why = "torch.compile captured no graph, or only graphs that enter torch.func"
+        return [*entries, Entry("", why, done=False)]
     return [Entry("", _summary(plans)), *entries]
 
 

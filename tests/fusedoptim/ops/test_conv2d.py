@@ -163,6 +163,15 @@ def test_a_write_before_the_backward_pass_raises() -> None:
         output.sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.x[0] <= 2])
+def test_gradcheck(name: str) -> None:
+    case = CASES[name]
+    small = case._replace(x=(*case.x[:1], 2, *case.x[2:]), weight=(2, *case.weight[1:]))
+    given = arguments(small, torch.float64)
+    assert torch.autograd.gradcheck(ours(small), given)
+    assert torch.autograd.gradgradcheck(ours(small), given)
+
+
 class TestTracing:
     @pytest.mark.parametrize("name", ["1x1, strided", "3x3", "3x3, strided", "no images"])
     def test_opcheck(self, name: str) -> None:

@@ -280,8 +280,14 @@ class Failing(nn.Module):
         return x + 1
 
 
-def test_what_cannot_be_captured() -> None:
-    model = Failing().eval()
+class Batched(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row + 1)(x)
+
+
+@pytest.mark.parametrize("cls", [Failing, Batched])
+def test_what_cannot_be_captured(cls: type[nn.Module]) -> None:
+    model = cls().eval()
     with pytest.warns(transforms.NoEffectWarning, match="captured no graph"):
         ours = transforms.optimize(model, graph_mode=True, sample_input=torch.ones(3))
     assert ours._compiled_call_impl is None
