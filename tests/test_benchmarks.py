@@ -26,6 +26,7 @@ from tests.running import check_script
         ("interaction", "small"),
         ("pool", "hit"),
         ("raw", "launch"),
+        ("small_operators", "sum-of-rows"),
         ("sparse", "unique"),
     ],
 )
