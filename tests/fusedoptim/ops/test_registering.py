@@ -8,7 +8,9 @@ import torch
 import fusedoptim.ops  # noqa: F401  # it registers the operators
 
 _NAMES = sorted(
-    schema.name for schema in torch._C._jit_get_all_schemas() if schema.name[:12] == "fusedoptim::"
+    schema.name
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("fusedoptim::")
 )
 
 
