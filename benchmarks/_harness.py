@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from fusedoptim.runtime import keep_memory, release_memory
+
 _WARM_UP_ROUNDS = 3  # the first step creates state, and the second may still differ from later ones
 
 
@@ -120,6 +122,15 @@ def time_interleaved(
     finally:
         gc.enable()
     return [Timing(c.name, s, c.bytes_moved, c.peer) for c, s in zip(contenders, seconds)]
+
+
+def time_with_kept_memory(contenders: Sequence[Contender], rounds: int) -> list[Timing]:
+    """Time the contenders interleaved, while malloc keeps freed memory."""
+    keep_memory()
+    try:
+        return time_interleaved(contenders, rounds)
+    finally:
+        release_memory()
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import _command
-from benchmarks._harness import Contender, Report, time_interleaved
+from benchmarks._harness import Contender, Report, time_with_kept_memory
 from fusedoptim.ops._conv2d import conv2d
-from fusedoptim.runtime import keep_memory, release_memory
 
 _ROUNDS = 20
 _SHAPES = {
@@ -61,11 +60,7 @@ def _measure(name: str, rounds: int | None) -> Report:
         contender("torch", lambda: functional.conv2d(x, weight, None, stride, padding)),
         contender("fusedoptim", lambda: conv2d(x, weight, None, (stride,) * 2, (padding,) * 2)),
     ]
-    keep_memory()
-    try:
-        return Report(name, time_interleaved(contenders, rounds or _ROUNDS))
-    finally:
-        release_memory()
+    return Report(name, time_with_kept_memory(contenders, rounds or _ROUNDS))
 
 
 if __name__ == "__main__":

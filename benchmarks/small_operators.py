@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks import _command
-from benchmarks._harness import Contender, Report, time_interleaved
+from benchmarks._harness import Contender, Report, time_with_kept_memory
 from fusedoptim.raw import ElementwiseKernel, ReductionKernel
-from fusedoptim.runtime import keep_memory, release_memory
 
 _ROUNDS = 200
 _TOKENS, _WIDE, _HEADS = (512, 384), (512, 1536), (4, 128, 6, 64)
@@ -70,11 +69,7 @@ def _measure(name: str, rounds: int | None) -> Report:
     least = (lambda: _MOVES[reads, writes](*inputs, output)) if writes else lambda: _read(*inputs)
     moved = (reads + writes) * x.nbytes
     contenders = [Contender("torch", call, moved), Contender("the same bytes", least, moved)]
-    keep_memory()
-    try:
-        return Report(name, time_interleaved(contenders, rounds or _ROUNDS))
-    finally:
-        release_memory()
+    return Report(name, time_with_kept_memory(contenders, rounds or _ROUNDS))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.ops._arguments import check_constant
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_rows
-from fusedoptim.ops._registering import register, register_without_gradient
+from fusedoptim.ops._registering import directly, register, register_without_gradient
 
 __all__ = ["cross_entropy"]
 
@@ -69,10 +69,6 @@ def _compute(
         numbers = {"smoothing": label_smoothing, "ignore_index": ignore_index}
         launch_rows("cross_entropy", _contiguous(tensors), numbers)
     return loss, log_sum
-
-
-def _direct(_: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-    return _compute(*inputs)  # new tensors, not views
 
 
 def _like(
@@ -174,7 +170,7 @@ _cross_entropy = register(
     fake=_like,
     setup_context=_setup_context,
     backward=_backward,
-    direct=_direct,
+    direct=directly(_compute),
 )
 _gradient = register_without_gradient(
     "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor log_sum, "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedoptim.ops._arguments import check_tensors
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, in_order_of, launch
-from fusedoptim.ops._registering import register
+from fusedoptim.ops._registering import directly, register
 
 __all__ = ["alpha_dropout", "dropout"]
 
@@ -138,14 +138,6 @@ def _launch(
         launch(kernel, {"x": in_order_of(x, y), "y": y}, numbers)
 
 
-def _direct(_: Any, x: Tensor, seed: Tensor, p: float) -> Tensor:
-    return _drop(x, seed, p)  # a new tensor, not a view
-
-
-def _alpha_direct(_: Any, x: Tensor, seed: Tensor, p: float, is_shifted: bool) -> Tensor:
-    return _alpha_drop(x, seed, p, is_shifted)
-
-
 def _like(x: Tensor, seed: Tensor, p: float, name: str = "dropout") -> Tensor:
     """The output, uninitialized; raise if the operator does not accept these arguments."""
     if x.dtype not in VARIANT_OF:
@@ -201,7 +193,7 @@ _dropout = register(
     setup_context=_setup_context,
     backward=_backward,
     tags=_TAGS,
-    direct=_direct,
+    direct=directly(_drop),
 )
 _alpha_dropout = register(
     "alpha_dropout(Tensor x, Tensor seed, float p, bool is_shifted) -> Tensor",
@@ -210,5 +202,5 @@ _alpha_dropout = register(
     setup_context=_setup_context,
     backward=_alpha_backward,
     tags=_TAGS,
-    direct=_alpha_direct,
+    direct=directly(_alpha_drop),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, in_order_of, launch
-from fusedoptim.ops._registering import register, register_without_gradient
+from fusedoptim.ops._registering import directly, register, register_without_gradient
 
 __all__ = ["gelu_tanh"]
 
@@ -45,10 +45,6 @@ def _compute(x: Tensor) -> Tensor:
     if y.numel():
         launch("gelu_tanh", {"x": in_order_of(x, y), "y": y}, {})
     return y
-
-
-def _direct(_: Any, x: Tensor) -> Tensor:
-    return _compute(x)  # a new tensor, not a view
 
 
 def _like(x: Tensor) -> Tensor:
@@ -90,7 +86,7 @@ _gelu = register(
     fake=_like,
     setup_context=_setup_context,
     backward=_backward,
-    direct=_direct,
+    direct=directly(_compute),
 )
 _gradient = register_without_gradient(
     "gelu_tanh_backward(Tensor grad, Tensor x) -> Tensor", _compute_gradient, _gradient_like

@@ -122,6 +122,11 @@ def register(
     return call
 
 
+def directly(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose results are new tensors, not views, as ``direct`` of :func:`register`."""
+    return lambda _, *inputs: kernel(*inputs)
+
+
 def is_plain(*inputs: Any) -> bool:
     """Whether torch would only record gradients and run the kernel, on tensors that are memory.
 

@@ -27,6 +27,7 @@ from fusedoptim._torch_private import (
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
+from transforms.rewrites.finite import is_finite
 from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
 from transforms.rewrites.geometry import all_expanded
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
@@ -144,7 +145,7 @@ class Int8:
         current = _state(params)  # watched only now, and before values are read
         codes = operators.quantized_weight(weight)
         bias = None if bias is None else detached(bias).to(torch.float32, copy=True)
-        if codes is None or not (bias is None or bool(bias.isfinite().all())):
+        if codes is None or not (bias is None or is_finite(bias)):
             return None
         sources = tuple(map(weakref.ref, params))
         values = self._pack(codes, grid, module, x)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.raw import ElementwiseKernel
+from transforms.rewrites.finite import is_finite
 from transforms.rewrites.schemas import changed
 from transforms.rewrites.watched_parameter import detached
 
@@ -73,7 +74,7 @@ def quantized_weight(weight: Tensor) -> Codes | None:
     values = detached(weight).float()
     rows = values.flatten(1)
     largest = rows.abs().amax(1) if rows.numel() else rows.new_zeros(len(rows))
-    if not bool(largest.isfinite().all()):
+    if not is_finite(largest):
         return None
     scales = largest / _LARGEST_WEIGHT
     scales = torch.where(scales < _LEAST_SCALE, 1.0, scales)
