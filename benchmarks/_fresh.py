@@ -266,6 +266,13 @@ def inference(model: str, batch: str, dtype: str, configuration: str) -> dict[st
     return record._asdict() | {"peak": peak, "deviation": deviation(output, plain)}
 
 
+def inference_products(model: str, batch: str, dtype: str) -> list[float]:
+    """Seconds of each inference's Linears and convolutions alone."""
+    from benchmarks._inference import new_task, products
+
+    return products(new_task(model, int(batch)), dtype)
+
+
 def products(model: str, configuration: str) -> list[float]:
     """Seconds of each training iteration's matrix products and convolutions alone."""
     from benchmarks._training import products as measure

@@ -234,6 +234,36 @@ def infer(task: Task, dtype: str, configuration: str) -> tuple[Record, Tensor]:
     run = CONFIGURATIONS[configuration].start(task, getattr(torch, dtype))
     output = run()
     first = time.perf_counter() - start
+    return Record(first, _repeated(run)), _first_tensor(output)
+
+
+def products(task: Task, dtype: str) -> list[float]:
+    """Seconds of only an inference's Linears and convolutions, with packed weights."""
+    calls: list[Infer] = []
+
+    def record(module: nn.Module, args: Inputs, _: Tensor) -> None:
+        calls.append(functools.partial(module, *args))
+
+    infer = _optimized(task, getattr(torch, dtype), knows_batch=False)
+    hooks = [
+        module.register_forward_hook(record)
+        for module in task.model.modules()  # optimized in place
+        if isinstance(module, (nn.Linear, nn.Conv2d))
+    ]
+    infer()
+    for hook in hooks:
+        hook.remove()
+
+    def run() -> None:
+        with torch.no_grad():
+            for call in calls:
+                call()
+
+    return _repeated(run)
+
+
+def _repeated(run: Infer) -> list[float]:
+    """The seconds of each of many calls."""
     for _ in range(_WARM_UP):
         run()
     seconds: list[float] = []
@@ -241,7 +271,7 @@ def infer(task: Task, dtype: str, configuration: str) -> tuple[Record, Tensor]:
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return Record(first, seconds), _first_tensor(output)
+    return seconds
 
 
 def deviation(output: Tensor, task: Task) -> float:

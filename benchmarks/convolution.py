@@ -1,9 +1,9 @@
 """Times convolutions of small images, both ways: ``python -m benchmarks.convolution [--save]``.
 
 The shapes are those of ResNet-50 at 128 pixels, in channels_last, with 8 and with 32 images.
-Contenders are torch's convolution, which is the base, and ours as a product of matrices, whatever
-the pass of ``transforms.optimize`` would choose. malloc keeps freed memory. ``small`` is one short
-convolution of 8 images.
+Contenders are torch's convolution, which is the base, and ours as products of matrices, all three
+or only the weight's gradient, whatever the pass of ``transforms.optimize`` would choose. malloc
+keeps freed memory. ``small`` is one short convolution of 8 images.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def _measure(name: str, rounds: int | None) -> Report:
         for shape in ((images, inputs, width, width), (outputs, inputs, taps, taps))
     )
     given = x.requires_grad_(), weight.requires_grad_()
+    pairs = (stride,) * 2, (padding,) * 2
     grad = torch.randn_like(functional.conv2d(*given, None, stride, padding).detach())
     moved = 3 * (x.nbytes + weight.nbytes + grad.nbytes)
 
@@ -58,7 +59,10 @@ def _measure(name: str, rounds: int | None) -> Report:
 
     contenders = [
         contender("torch", lambda: functional.conv2d(x, weight, None, stride, padding)),
-        contender("fusedoptim", lambda: conv2d(x, weight, None, (stride,) * 2, (padding,) * 2)),
+        *(
+            contender(label, functools.partial(conv2d, x, weight, None, *pairs, whole=whole))
+            for label, whole in (("all as products", True), ("weight's gradient", False))
+        ),
     ]
     return Report(name, time_with_kept_memory(contenders, rounds or _ROUNDS))
 

@@ -120,6 +120,23 @@ def table(case: Case, runs: Runs) -> Table:
     )
 
 
+def limit(case: Case, runs: Runs, rounds: int) -> Table:
+    """What inferences would take if everything except Linears and convolutions took no time."""
+    given = case.model, str(case.batch), case.dtype
+    alone = [t for _ in range(rounds) for t in _fresh.measured("inference_products", *given)]
+    seconds = {name: [t for run in its for t in run.seconds] for name, its in runs.items() if its}
+    rows = []
+    for name, times in {"products alone": alone, **seconds}.items():
+        medians, minima = ((of(alone), of(times)) for of in (statistics.median, min))
+        ratios = (f"{products / whole:.2f}" for products, whole in (medians, minima))
+        rows.append([name, f"{medians[1] * 1e3:.4g}", f"{minima[1] * 1e3:.4g}", *ratios])
+    return Table(
+        f"{case.model}, batch {case.batch}, {case.dtype}: ms; {rounds} processes each",
+        ["", "median", "min", "products over it, medians", "minima"],
+        rows,
+    )
+
+
 def _ratio(eager: Mapping[str, str] | None, row: Mapping[str, str]) -> str:
     """The median of eager, divided by that of ``row``."""
     return f"{float(eager['median_ms']) / float(row['median_ms']):.2f}" if eager else ""
@@ -170,6 +187,11 @@ def main() -> None:
     parser.add_argument(
         "--optimize", action="store_true", help="measure time and memory of optimize itself instead"
     )
+    parser.add_argument(
+        "--products",
+        action="store_true",
+        help="compare with the time of packed Linears and convolutions alone: the limit",
+    )
     args = parser.parse_args()
     if (asked := PEERS.keys() & set(args.configuration or ())) and not args.peers:
         parser.error(f"--configuration '{min(asked)}' needs --peers PYTHON")
@@ -183,6 +205,9 @@ def main() -> None:
             case = Case(model, batch, dtype)
             chosen = case.configurations(args.configuration or everything)
             runs = measure(case, chosen, args.rounds, args.peers)
+            if args.products:
+                _output.print_table(limit(case, runs, args.rounds))
+                continue
             _output.print_table(table(case, runs))
             if args.save:
                 save(case, runs)

@@ -1,4 +1,4 @@
-"""A 2-d convolution as a product of matrices, for small images with many channels.
+"""A 2-d convolution as products of matrices, for small images with many channels.
 
 oneDNN copies a convolution's weight into a layout of its own in each call, and the weight's
 gradient back, and its kernels for a few pixels are slow. docs/design/convolutions.md says how long
@@ -19,9 +19,17 @@ from fusedoptim.ops._registering import needed, register
 
 
 def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    *,
+    whole: bool = True,
 ) -> Tensor:
     r""":math:`Y = P W^T + b`, where the rows of P are the patches of x.
+
+    The gradient of W is :math:`G^T P`, where G is that of Y.
 
     Args:
         x: (N, C, H, W), best in channels_last, where a patch of one pixel is a view.
@@ -29,11 +37,12 @@ def conv2d(
         bias: (K,), or None.
         stride: vertical and horizontal.
         padding: zeros above and below, and on both sides.
+        whole: whether Y and the gradient of x are products too; if not, torch convolves.
 
     Returns:
         (N, K, H', W') in channels_last.
     """
-    result: Tensor = _conv2d(x, weight, bias, list(stride), list(padding))
+    result: Tensor = _conv2d(x, weight, bias, list(stride), list(padding), whole)
     return result
 
 
@@ -46,10 +55,18 @@ def output_size(
 
 
 def _compute(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    whole: bool,
 ) -> Tensor:
+    if not whole:
+        convolved = functional.conv2d(x, weight, bias, stride, padding)
+        return convolved.contiguous(memory_format=torch.channels_last)
     patches = _patches(x, weight.shape[2:], stride, padding).flatten(0, 2)
-    output = _like(x, weight, bias, stride, padding)
+    output = _like(x, weight, bias, stride, padding, whole)
     # Written in place: torch refuses writes into a view that an operator returns, as by a ReLU.
     rows = _channels_last(output).flatten(0, 2)
     if bias is None:
@@ -60,7 +77,12 @@ def _compute(
 
 
 def _like(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    whole: bool,
 ) -> Tensor:
     shape = (x.shape[0], weight.shape[0], *output_size(x, weight, stride, padding))
     layout = torch.channels_last
@@ -68,7 +90,7 @@ def _like(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, ctx.stride, ctx.padding = inputs
+    x, weight, _, ctx.stride, ctx.padding, ctx.whole = inputs
     ctx.save_for_backward(x, weight)
 
 
@@ -81,25 +103,27 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     else:
         with torch.autocast(x.device.type, enabled=False):  # as torch's gradient, it casts nothing
             found = (
-                _of_input(grad, x, weight, ctx.stride, ctx.padding) if wanted[0] else None,
+                _of_input(grad, x, weight, ctx.stride, ctx.padding, ctx.whole)
+                if wanted[0]
+                else None,
                 _of_weight(grad, x, weight, ctx.stride, ctx.padding) if wanted[1] else None,
                 grad.sum((0, 2, 3)) if wanted[2] else None,
             )
-    return (*found, None, None)
+    return (*found, None, None, None)
 
 
 def _of_input(
-    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
+    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], whole: bool
 ) -> Tensor:
     """The gradient of the input: that of the output, convolved with the reversed weight."""
     taps = weight.permute(2, 3, 0, 1).flatten(0, 1)  # (hw, K, C)
-    if len(taps) == 1 and padding == [0, 0]:
+    if whole and len(taps) == 1 and padding == [0, 0]:
         rows = _channels_last(grad) @ taps[0]
         for dim, step in enumerate(stride, start=1):
             rows = _spread(rows, dim, step, x.shape[dim + 1])
         return _channels_first(rows)
     around = [size - 1 - pad for size, pad in zip(weight.shape[2:], padding)]
-    if stride == [1, 1] and min(around) >= 0:
+    if whole and stride == [1, 1] and min(around) >= 0:
         patches = _patches(grad, weight.shape[2:], stride, around)
         return _channels_first(patches @ torch.cat(taps.unbind()[::-1]))
     of_input, *_ = _torchs_gradients(grad, x, weight, stride, padding, [True, False, False])
@@ -166,7 +190,8 @@ def _channels_first(tensor: Tensor) -> Tensor:
 
 
 _conv2d = register(
-    "conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding) -> Tensor",
+    "conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, bool whole)"
+    " -> Tensor",
     kernel=_compute,
     fake=_like,
     setup_context=_setup_context,

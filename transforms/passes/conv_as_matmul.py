@@ -40,7 +40,7 @@ def _objection(module: nn.Conv2d, cast_to: torch.dtype | None) -> str | None:
     if reason is not None:
         return reason
     dtype = module.weight.dtype if cast_to is None else cast_to
-    if not conv_as_matmul.most_pixels(dtype, module.weight.numel()):
+    if not any(conv_as_matmul.limits(dtype, module.kernel_size)):
         name = str(dtype).removeprefix("torch.")
         return f"computes in {name}, in which products are no faster on this processor"
     return None

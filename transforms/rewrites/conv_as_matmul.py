@@ -1,7 +1,8 @@
 """Convolutions that compute small images as products of matrices in training.
 
-torch computes everything else: large images, evaluation, other devices and dtypes, subclasses of
-Tensor, ``torch.func``, forward-mode differentiation, compiling, tracing, export, and calls inside a
+For images that are not quite as small, only the gradient of the weight is a product. torch computes
+everything else: large images, evaluation, other devices and dtypes, subclasses of Tensor,
+``torch.func``, forward-mode differentiation, compiling, tracing, export, and calls inside a
 dispatch mode or function mode of the user.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +25,31 @@ from transforms.rewrites.packed import is_plain_call
 
 LEAST_WEIGHT = 1 << 18
 """Elements of a weight from which products of matrices gain more than their calls cost."""
-_LARGE_WEIGHT = 1 << 20
-_PIXELS = 4 * 4
-_PIXELS_OF_LARGE_WEIGHTS = 7 * 7
-_PIXELS_BY_TILES = 8 * 8
+
+
+class Limits(NamedTuple):
+    """The pixels of the largest output for which products are faster than oneDNN's convolutions."""
+
+    whole: int
+    """If all are products: the output and both gradients."""
+    weight: int
+    """If only the gradient of the weight is one."""
+
+
+class _OfTaps(NamedTuple):
+    """The limits of kernels of one pixel and of larger ones, for which patches are copied."""
+
+    one: Limits
+    several: Limits
+
+
+_NONE = _OfTaps(Limits(0, 0), Limits(0, 0))
+_BFLOAT16 = _OfTaps(Limits(7 * 7, 8 * 8), Limits(0, 7 * 7))
+_BFLOAT16_BY_TILES = _OfTaps(Limits(8 * 8, 8 * 8), Limits(7 * 7, 8 * 8))
 """Where oneDNN multiplies by tiles (AMX): its convolutions profit less from them than products."""
+_FLOAT32 = _OfTaps(Limits(7 * 7, 8 * 8), Limits(4 * 4, 7 * 7))
+_FLOAT32_BY_SLOW_MKL = _OfTaps(Limits(0, 4 * 4), Limits(0, 4 * 4))
+"""Where MKL is slower than oneDNN."""
 
 
 class MatmulConv2d(ForTraining, nn.Conv2d):
@@ -38,9 +60,13 @@ class MatmulConv2d(ForTraining, nn.Conv2d):
         dtype = _served_dtype(self, input) if self.training else None
         if dtype is None:
             return super().forward(input)
+        pixels, most = _pixels(self, input), limits(dtype, self.weight.shape[2:])
+        if not pixels or pixels > (most.weight if _is_learning(self.weight) else most.whole):
+            return super().forward(input)
         bias = None if self.bias is None else self.bias.to(dtype)
         assert not isinstance(self.padding, str)  # no such module is served
-        return conv2d(input.to(dtype), self.weight, bias, self.stride, self.padding)
+        x, whole = input.to(dtype), pixels <= most.whole
+        return conv2d(x, self.weight, bias, self.stride, self.padding, whole=whole)
 
 
 def objection_to_kind(conv: nn.Conv2d) -> str | None:
@@ -65,18 +91,20 @@ def _is_pair(value: object, least: int) -> bool:
     return all(type(each) is int and each >= least for each in value)
 
 
-def most_pixels(dtype: torch.dtype, elements: int) -> int:
-    """The size of the largest image of outputs for which a product is faster on this machine.
+def limits(dtype: torch.dtype, kernel_size: Sequence[int]) -> Limits:
+    """For which images of outputs products are faster on this machine.
 
     Args:
         dtype: in which the convolution is computed.
-        elements: of the weight.
+        kernel_size: its height and width.
     """
+    of_taps = _NONE
     if dtype is torch.bfloat16 and has_bfloat16_products:
-        return _PIXELS_BY_TILES if _has_tiles() else _PIXELS
-    if dtype is torch.float32 and onednn_products.objection() is not None:
-        return _PIXELS_OF_LARGE_WEIGHTS if elements >= _LARGE_WEIGHT else _PIXELS
-    return 0
+        of_taps = _BFLOAT16_BY_TILES if _has_tiles() else _BFLOAT16
+    elif dtype is torch.float32:
+        is_mkl_slow = onednn_products.objection() is None
+        of_taps = _FLOAT32_BY_SLOW_MKL if is_mkl_slow else _FLOAT32
+    return of_taps.one if math.prod(kernel_size) == 1 else of_taps.several
 
 
 @functools.cache
@@ -88,7 +116,7 @@ def _has_tiles() -> bool:
 
 
 def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
-    """The dtype in which the convolution is computed as a product, or None if torch computes it."""
+    """The dtype in which products can compute the convolution, or None if torch computes it."""
     weight, bias = conv.weight, conv.bias
     if not is_plain_call() or not are_plain(x, weight, bias):
         return None
@@ -102,10 +130,18 @@ def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:
     if not (x.is_contiguous(memory_format=layout) and weight.is_contiguous(memory_format=layout)):
         return None
     is_possible = x.size(1) == weight.size(1) and (bias is None or bias.shape == weight.shape[:1])
+    return dtype if is_possible and x.size(0) else None
+
+
+def _pixels(conv: MatmulConv2d, x: Tensor) -> int:
+    """Of an image of the output; 0 if the weight exceeds the padded input."""
     assert not isinstance(conv.padding, str)  # one would be an objection
-    size = output_size(x, weight, conv.stride, conv.padding)
-    is_small = min(size) > 0 and math.prod(size) <= most_pixels(dtype, weight.numel())
-    return dtype if is_possible and is_small and x.size(0) else None
+    size = output_size(x, conv.weight, conv.stride, conv.padding)
+    return math.prod(size) if min(size) > 0 else 0
+
+
+def _is_learning(weight: Tensor) -> bool:
+    return weight.requires_grad and torch.is_grad_enabled()
 
 
 def _are_products_rounded() -> bool:

@@ -45,11 +45,12 @@ each_case = pytest.mark.parametrize("name", CASES)
 each_layout = pytest.mark.parametrize(
     "layout", [torch.channels_last, torch.contiguous_format], ids=["channels last", "first"]
 )
+each_way = pytest.mark.parametrize("whole", [True, False], ids=["whole", "weight's gradient"])
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(case: Case) -> Function:
-    return lambda x, weight, bias: conv2d(x, weight, bias, case.stride, case.padding)
+def ours(case: Case, *, whole: bool = True) -> Function:
+    return lambda x, weight, bias: conv2d(x, weight, bias, case.stride, case.padding, whole=whole)
 
 
 def torchs(case: Case) -> Function:
@@ -95,9 +96,11 @@ def assert_as_exact(
     case: Case,
     given: tuple[Tensor, ...],
     grad: Tensor,
+    *,
+    whole: bool,
 ) -> None:
     """A sum of n products is off by at most n + 1 roundings; 16 bits are rounded to once each."""
-    found = results(given, grad, ours(case))
+    found = results(given, grad, ours(case, whole=whole))
     exact = results(as_float64(given), grad.double(), torchs(case))
     magnitudes = results(as_float64(given, sizes=True), grad.double().abs(), torchs(case))
     terms = 4 * (given[0].numel() + given[1].numel() + grad.numel() + 1)
@@ -109,42 +112,63 @@ def assert_as_exact(
         assert_within(each.detach(), exact[i].detach(), relative * magnitudes[i].detach(), str(i))
 
 
+@each_way
 @each_layout
 @each_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_float64(name: str, dtype: torch.dtype, layout: torch.memory_format) -> None:
+def test_equals_float64(
+    name: str, dtype: torch.dtype, layout: torch.memory_format, whole: bool
+) -> None:
     case = CASES[name]
     given = arguments(case, dtype, layout)
     shape = torchs(case)(*arguments(case)).shape
     for grad in (torch.randn(shape, dtype=dtype), torch.randn((), dtype=dtype).expand(shape)):
-        assert_as_exact(first_order, case, given, grad)
+        assert_as_exact(first_order, case, given, grad, whole=whole)
 
 
+@each_way
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.x[0]])
-def test_second_derivatives_equal_float64(name: str) -> None:
+def test_second_derivatives_equal_float64(name: str, whole: bool) -> None:
     case = CASES[name]
     given = arguments(case)
-    assert_as_exact(second_order, case, given, torch.randn_like(torchs(case)(*given)))
+    grad = torch.randn_like(torchs(case)(*given))
+    assert_as_exact(second_order, case, given, grad, whole=whole)
 
 
+@each_way
+@each_layout
 @each_case
-def test_results_are_in_channels_last(name: str) -> None:
+def test_output_and_weights_gradient_are_in_channels_last(
+    name: str, layout: torch.memory_format, whole: bool
+) -> None:
+    case = CASES[name]
+    given = arguments(case, layout=layout)
+    grad = torch.randn_like(torchs(case)(*given))
+    output, _, of_weight, _ = first_order(given, grad, ours(case, whole=whole))
+    for each in (output, of_weight):
+        assert each.is_contiguous(memory_format=torch.channels_last)
+
+
+@each_way
+@each_case
+def test_results_are_in_channels_last(name: str, whole: bool) -> None:
     case = CASES[name]
     given = arguments(case)
     output, of_x, of_weight, _ = first_order(
-        given, torch.randn_like(torchs(case)(*given)), ours(case)
+        given, torch.randn_like(torchs(case)(*given)), ours(case, whole=whole)
     )
     for each in (output, of_x, of_weight):
         assert each.is_contiguous(memory_format=torch.channels_last)
 
 
+@each_way
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["input", "weight", "bias"])
 @pytest.mark.parametrize("name", ["1x1", "3x3"])
-def test_only_one_gradient(name: str, index: int) -> None:
+def test_only_one_gradient(name: str, index: int, whole: bool) -> None:
     case = CASES[name]
     given = tuple(each.requires_grad_(i == index) for i, each in enumerate(arguments(case)))
     x, weight, bias = given
-    output = ours(case)(x, weight, bias)
+    output = ours(case, whole=whole)(x, weight, bias)
     output.sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
     assert [each.grad is not None for each in given] == [i == index for i in range(3)]
     twin = copy.deepcopy([each.detach() for each in given])
@@ -163,31 +187,33 @@ def test_a_write_before_the_backward_pass_raises() -> None:
         output.sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
 
+@each_way
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.x[0] <= 2])
-def test_gradcheck(name: str) -> None:
+def test_gradcheck(name: str, whole: bool) -> None:
     case = CASES[name]
     small = case._replace(x=(*case.x[:1], 2, *case.x[2:]), weight=(2, *case.weight[1:]))
     given = arguments(small, torch.float64)
-    assert torch.autograd.gradcheck(ours(small), given)
-    assert torch.autograd.gradgradcheck(ours(small), given)
+    assert torch.autograd.gradcheck(ours(small, whole=whole), given)
+    assert torch.autograd.gradgradcheck(ours(small, whole=whole), given)
 
 
+@each_way
 class TestTracing:
     @pytest.mark.parametrize("name", ["1x1, strided", "3x3", "3x3, strided", "no images"])
-    def test_opcheck(self, name: str) -> None:
+    def test_opcheck(self, name: str, whole: bool) -> None:
         case = CASES[name]
         x, weight, bias = arguments(case)
         sizes = list(case.stride), list(case.padding)
-        torch.library.opcheck(OP, (x, weight, bias, *sizes))
-        torch.library.opcheck(OP, (x.detach(), weight.detach(), None, *sizes))
+        torch.library.opcheck(OP, (x, weight, bias, *sizes, whole))
+        torch.library.opcheck(OP, (x.detach(), weight.detach(), None, *sizes, whole))
 
     @needs_compiler
     @quiet_compiler
-    def test_compiled_equals_eager(self) -> None:
+    def test_compiled_equals_eager(self, whole: bool) -> None:
         case = CASES["3x3"]
 
         def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return ours(case)(x.sin(), weight, bias) * 2
+            return ours(case, whole=whole)(x.sin(), weight, bias) * 2
 
         torch.compiler.reset()
         compiled = torch.compile(function, fullgraph=True)

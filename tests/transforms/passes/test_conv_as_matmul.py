@@ -25,7 +25,7 @@ from tests.transforms.helpers import (
     randomise,
 )
 from transforms.rewrites import conv_as_matmul, onednn_products
-from transforms.rewrites.conv_as_matmul import MatmulConv2d
+from transforms.rewrites.conv_as_matmul import Limits, MatmulConv2d
 
 KNOB = "conv_as_matmul"
 IMAGES, CHANNELS, OUTPUTS, SIZE = 3, 17, 9, 4
@@ -37,13 +37,20 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "2x3": {"kernel_size": (2, 3), "padding": (1, 0)},
 }
 each_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
+WHOLE, WEIGHT = Limits(64, 64), Limits(0, 64)
+each_limits = pytest.mark.parametrize("most", [WHOLE, WEIGHT], ids=["whole", "weight's gradient"])
+
+
+@pytest.fixture
+def most() -> Limits:
+    return WHOLE
 
 
 @pytest.fixture(autouse=True)
-def _on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_any_machine(monkeypatch: pytest.MonkeyPatch, most: Limits) -> None:
     """Apply the pass as on a processor on which products are faster, and to small weights too."""
     monkeypatch.setattr(conv_as_matmul, "LEAST_WEIGHT", 1)
-    monkeypatch.setattr(conv_as_matmul, "most_pixels", lambda *_: 64)
+    monkeypatch.setattr(conv_as_matmul, "limits", lambda *_: most)
 
 
 def convolution(name: str = "3x3") -> nn.Conv2d:
@@ -85,6 +92,7 @@ def assert_as_exact(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
         assert_within(each, right, relative * size, str(i))
 
 
+@each_limits
 @each_convolution
 class TestProducts:
     def test_equal_float64(self, name: str) -> None:
@@ -95,12 +103,13 @@ class TestProducts:
             assert_as_exact(ours, plain, x)
 
     @pytest.mark.parametrize("frozen", ["weight", "bias"])
-    def test_with_frozen_parameters(self, name: str, frozen: str) -> None:
+    def test_with_frozen_parameters(self, name: str, frozen: str, most: Limits) -> None:
         plain = convolution(name)
         if getattr(plain, frozen) is not None:
             getattr(plain, frozen).requires_grad_(False)
         ours = optimized(plain)
-        assert is_product(ours, images().requires_grad_())
+        is_ours = most is WHOLE or frozen != "weight"
+        assert is_product(ours, images().requires_grad_()) == is_ours
         assert_as_exact(ours, plain, images())
 
     def test_gradients_are_not_copied(self, name: str) -> None:
@@ -149,6 +158,18 @@ class TestProducts:
 
 
 class TestTheRestIsTorchs:
+    def test_of_larger_images(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where only the weight's gradient may be a product, that depends on the need for it."""
+        monkeypatch.setattr(conv_as_matmul, "limits", lambda *_: Limits(SIZE**2, 64))
+        plain = convolution()
+        ours, larger = optimized(plain), images(size=SIZE + 1).requires_grad_()
+        assert is_product(ours, larger)
+        assert_as_exact(ours, plain, larger)
+        ours.weight.requires_grad_(False)
+        assert not is_product(ours, larger)
+        assert is_product(ours, images().requires_grad_())
+        assert not is_product(ours.requires_grad_(), images(size=9))
+
     def test_of_calls(self) -> None:
         plain = convolution()
         ours, x = optimized(plain), images()
@@ -313,7 +334,7 @@ def test_report_levels_and_knob(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(optimized(convolution(), **arguments), MatmulConv2d) == is_ours
     with pytest.raises(ValueError, match="conv_as_matmul=True is for a model in train mode"):
         transforms.optimize(convolution().eval(), conv_as_matmul=True)
-    monkeypatch.setattr(conv_as_matmul, "most_pixels", lambda *_: 0)
+    monkeypatch.setattr(conv_as_matmul, "limits", lambda *_: Limits(0, 0))
     with pytest.warns(transforms.NoEffectWarning, match="products are no faster on this processor"):
         optimized(convolution(), conv_as_matmul=True)
     monkeypatch.undo()
@@ -321,7 +342,7 @@ def test_report_levels_and_knob(monkeypatch: pytest.MonkeyPatch) -> None:
         optimized(convolution(), conv_as_matmul=True)
 
 
-class TestMostPixels:
+class TestLimits:
     @pytest.fixture(autouse=True)
     def _unpatched(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.undo()
@@ -330,8 +351,12 @@ class TestMostPixels:
         conv_as_matmul._has_tiles.cache_clear()
 
     @pytest.mark.parametrize(
-        ("flags", "has_products", "most"),
-        [("avx2 amx_bf16", True, 64), ("avx512_bf16", True, 16), ("amx_bf16", False, 0)],
+        ("flags", "has_products", "one_tap", "several"),
+        [
+            ("avx2 amx_bf16", True, (64, 64), (49, 64)),
+            ("avx512_bf16", True, (49, 64), (0, 49)),
+            ("amx_bf16", False, (0, 0), (0, 0)),
+        ],
     )
     def test_in_bfloat16(
         self,
@@ -339,34 +364,37 @@ class TestMostPixels:
         tmp_path: Path,
         flags: str,
         has_products: bool,
-        most: int,
+        one_tap: tuple[int, int],
+        several: tuple[int, int],
     ) -> None:
         facts = tmp_path / "cpuinfo"
         facts.write_text(f"flags\t\t: fpu {flags} avx\n")
         monkeypatch.setattr(_processor, "PROCESSORS", facts)
         monkeypatch.setattr(conv_as_matmul, "has_bfloat16_products", has_products)
-        assert conv_as_matmul.most_pixels(torch.bfloat16, 1 << 18) == most
+        assert conv_as_matmul.limits(torch.bfloat16, (1, 1)) == one_tap
+        assert conv_as_matmul.limits(torch.bfloat16, (1, 3)) == several
 
     def test_without_facts(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(_processor, "PROCESSORS", tmp_path / "none")
         monkeypatch.setattr(conv_as_matmul, "has_bfloat16_products", True)
-        assert conv_as_matmul.most_pixels(torch.bfloat16, 1 << 18) == 16
+        assert conv_as_matmul.limits(torch.bfloat16, (1, 1)) == (49, 64)
 
     @pytest.mark.parametrize(
-        ("objection", "elements", "most"),
-        [
-            (None, 1 << 20, 0),
-            ("MKL is as fast", (1 << 20) - 1, 16),
-            ("MKL is as fast", 1 << 20, 49),
-        ],
+        ("objection", "one_tap", "several"),
+        [(None, (0, 16), (0, 16)), ("MKL is as fast", (49, 64), (16, 49))],
     )
     def test_in_float32(
-        self, monkeypatch: pytest.MonkeyPatch, objection: str | None, elements: int, most: int
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        objection: str | None,
+        one_tap: tuple[int, int],
+        several: tuple[int, int],
     ) -> None:
         """Where oneDNN's products are faster than MKL's, so are its convolutions."""
         monkeypatch.setattr(onednn_products, "objection", lambda: objection)
-        assert conv_as_matmul.most_pixels(torch.float32, elements) == most
-        assert conv_as_matmul.most_pixels(torch.float64, elements) == 0
+        assert conv_as_matmul.limits(torch.float32, (1, 1)) == one_tap
+        assert conv_as_matmul.limits(torch.float32, (3, 3)) == several
+        assert conv_as_matmul.limits(torch.float64, (1, 1)) == (0, 0)
 
 
 class TestInferenceAfterTraining:
