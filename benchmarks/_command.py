@@ -27,7 +27,11 @@ def run(name: str, description: str | None, workloads: Mapping[str, Measure]) ->
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser)
     parser.add_argument(
-        "--workload", action="append", choices=workloads, help="only this one; repeatable"
+        "--workload",
+        action="append",
+        choices=workloads,
+        metavar="NAME",  # a benchmark may have hundreds of workloads
+        help="only this one, by the name that the output gives it; repeatable",
     )
     args = parser.parse_args()
 
