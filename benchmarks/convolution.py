@@ -44,8 +44,8 @@ _SHAPES = {
     "128-128-3-16": (128, 128, 3, 1, 16),
 }
 """Inputs, outputs, size of the kernel, stride, and the width of the image."""
-_PARTS = ("all", "forward", "input", "weight")
-"""What is timed: everything, the output, the gradient of the input, or that of the weight."""
+_PARTS = {"all": ("input", "weight"), "forward": (), "input": ("input",), "weight": ("weight",)}
+"""What is timed: everything, the output alone, or one gradient alone; and whose gradients."""
 _WORKLOADS = {
     f"{name}-{images}-{dtype}-{part}": (shape, images, getattr(torch, dtype), part)
     for part in _PARTS
@@ -59,33 +59,27 @@ def _measure(name: str, rounds: int | None) -> Report:
     (inputs, outputs, taps, stride, width), images, dtype, part = _WORKLOADS[name]
     padding = taps // 2
     x, weight = (
-        torch.randn(shape, dtype=dtype)
-        .contiguous(memory_format=torch.channels_last)
-        .requires_grad_()
+        torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
         for shape in ((images, inputs, width, width), (outputs, inputs, taps, taps))
     )
+    given = [{"input": x, "weight": weight}[name].requires_grad_() for name in _PARTS[part]]
     ways = {
         "torch": lambda: functional.conv2d(x, weight, None, stride, padding),
         "fusedoptim": lambda: conv2d(x, weight, None, (stride,) * 2, (padding,) * 2),
     }
     grad = torch.randn_like(ways["torch"]().detach())
     moved = (3 if part == "all" else 1) * (x.nbytes + weight.nbytes + grad.nbytes)
-    contenders = [
-        Contender(label, _runner(convolve, part, x, weight, grad), moved)
-        for label, convolve in ways.items()
-    ]
+
+    def timed(convolve: Callable[[], Tensor]) -> Callable[[], Any]:
+        if part == "all":
+            return lambda: torch.autograd.grad(convolve(), given, grad)
+        if part == "forward":
+            return convolve
+        output = convolve()
+        return lambda: torch.autograd.grad(output, given, grad, retain_graph=True)
+
+    contenders = [Contender(label, timed(way), moved) for label, way in ways.items()]
     return Report(name, time_with_kept_memory(contenders, rounds or _ROUNDS))
-
-
-def _runner(
-    convolve: Callable[[], Tensor], part: str, x: Tensor, weight: Tensor, grad: Tensor
-) -> Callable[[], Any]:
-    if part == "all":
-        return lambda: torch.autograd.grad(convolve(), (x, weight), grad)
-    if part == "forward":
-        return torch.no_grad()(convolve)
-    output, given = convolve(), {"input": x, "weight": weight}[part]
-    return lambda: torch.autograd.grad(output, given, grad, retain_graph=True)
 
 
 if __name__ == "__main__":

@@ -122,8 +122,8 @@ def optimize(
             "O1": on the CPU, if the model's code does not depend on strides and, in eval mode with
             a ``sample_input``, if that is faster. True: always.
         conv_as_matmul: in training, compute 2-d convolutions over small images, whose weights are
-            large, as products of matrices, forward and backward, if their tensors are in
-            channels_last. Only on processors where that is faster.
+            large, as products of matrices, if their tensors are in channels_last: forward and
+            backward, or only the gradients of weights, where that is faster on this processor.
         weights_prepack: in eval mode, compute convolutions, Linears and LSTMs on the CPU with a
             copy of their weight in oneDNN's layout, made at the first call. The copy takes as much
             memory as the weight. Where a gradient is recorded, torch's own operators compute: call
