@@ -82,6 +82,19 @@ def test_equals_float64_with_torchs_strides(shape: str, is_transposed: bool) -> 
             assert_within(each.detach(), exact[i].detach(), relative * magnitudes[i], str(i))
 
 
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that it is not float64
+@each_weight
+def test_gradcheck(is_transposed: bool) -> None:
+    """The product is linear in each argument: a large step has the exact difference."""
+    weight = torch.randn(5, 4)
+    if is_transposed:
+        weight = weight.t().contiguous().t()
+    given = tuple(each.requires_grad_() for each in (torch.randn(3, 4), weight, torch.randn(5)))
+    bounds = {"eps": 0.5, "atol": 64 * unit_roundoff(torch.float32), "rtol": 0.0}
+    assert torch.autograd.gradcheck(linear, given, **bounds)
+    assert torch.autograd.gradgradcheck(linear, given, **bounds)
+
+
 def test_bias_of_any_strides() -> None:
     """A bias may have strides, although oneDNN's operator reads it as contiguous."""
     x, weight, _ = arguments("wide")
