@@ -102,10 +102,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         found = _torchs_gradients(grad, x, weight, ctx.stride, ctx.padding, wanted)
     else:
         with torch.autocast(x.device.type, enabled=False):  # as torch's gradient, it casts nothing
+            of_input = _of_input if ctx.whole else _of_input_by_torch
             found = (
-                _of_input(grad, x, weight, ctx.stride, ctx.padding, ctx.whole)
-                if wanted[0]
-                else None,
+                of_input(grad, x, weight, ctx.stride, ctx.padding) if wanted[0] else None,
                 _of_weight(grad, x, weight, ctx.stride, ctx.padding) if wanted[1] else None,
                 grad.sum((0, 2, 3)) if wanted[2] else None,
             )
@@ -113,19 +112,25 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _of_input(
-    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], whole: bool
+    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
 ) -> Tensor:
     """The gradient of the input: that of the output, convolved with the reversed weight."""
     taps = weight.permute(2, 3, 0, 1).flatten(0, 1)  # (hw, K, C)
-    if whole and len(taps) == 1 and padding == [0, 0]:
+    if len(taps) == 1 and padding == [0, 0]:
         rows = _channels_last(grad) @ taps[0]
         for dim, step in enumerate(stride, start=1):
             rows = _spread(rows, dim, step, x.shape[dim + 1])
         return _channels_first(rows)
     around = [size - 1 - pad for size, pad in zip(weight.shape[2:], padding)]
-    if whole and stride == [1, 1] and min(around) >= 0:
+    if stride == [1, 1] and min(around) >= 0:
         patches = _patches(grad, weight.shape[2:], stride, around)
         return _channels_first(patches @ torch.cat(taps.unbind()[::-1]))
+    return _of_input_by_torch(grad, x, weight, stride, padding)
+
+
+def _of_input_by_torch(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
+) -> Tensor:
     of_input, *_ = _torchs_gradients(grad, x, weight, stride, padding, [True, False, False])
     assert of_input is not None
     return of_input
