@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from fusedoptim._torch_private import (
     BelowAutograd,
@@ -17,6 +18,7 @@ from fusedoptim._torch_private import (
     any_requires_grad,
     disable_dynamo,
     is_batched,
+    is_forward_mode,
     is_plain_execution,
     is_zero_tensor,
     keys_after_autograd,
@@ -111,6 +113,8 @@ def register(
         return run(None, keys, *inputs)
 
     def differentiable(keys: Any, *inputs: Any) -> Any:
+        if is_forward_mode():
+            _refuse_tangents(name, inputs)
         return recorded_if_needed(keys & keys_after_autograd, *inputs)
 
     def call(*inputs: Any) -> Any:
@@ -173,6 +177,22 @@ def _guards_of_kinds(tensors: Sequence[torch.Tensor]) -> TensorGuards:
     """A check that tensors are like these, except for sizes and strides."""
     any_sizes: Any = [[None] * tensor.dim() for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=any_sizes, dynamic_dims_strides=any_sizes)
+
+
+def _refuse_tangents(name: str, inputs: Sequence[Any]) -> None:
+    """Raise if forward-mode differentiation would lose a tangent: operators have no such rule."""
+    for value in inputs:
+        for tensor in value if _is_list_of_tensors(value) else (value,):
+            if isinstance(tensor, torch.Tensor) and _tangent(tensor) is not None:
+                raise NotImplementedError(
+                    f"{_NAMESPACE}::{name} has no forward-mode derivative, as torch.func.jvp needs "
+                    "it; use backward() or torch.func.vjp, or call torch's own function"
+                )
+
+
+def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
+    tangent: torch.Tensor | None = unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]  # torch's
+    return tangent
 
 
 def needed(ctx: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import transforms as package
@@ -320,3 +321,23 @@ def assert_gradients_for_many_vectors(output: Tensor, wanted: Sequence[Tensor]) 
     ):
         for each, right in zip(found, one_by_one):
             torch.testing.assert_close(each, right)
+
+
+def reads_of_weight(module: nn.Module, x: Tensor) -> int:
+    """How often a call computes the weight, by a parametrization that is registered now.
+
+    Some parametrizations change in each read, as spectral_norm does.
+    """
+
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, weight: Tensor) -> Tensor:
+            self.calls += 1
+            return weight * 2
+
+    counted = Counted()
+    parametrize.register_parametrization(module, "weight", counted)
+    counted.calls = 0
+    module(x)
+    return counted.calls

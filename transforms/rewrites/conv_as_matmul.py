@@ -20,7 +20,7 @@ from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import has_bfloat16_products
 from fusedoptim.ops._conv2d import conv2d, output_size
 from transforms.rewrites import onednn_products
-from transforms.rewrites.for_training import ForTraining, are_plain
+from transforms.rewrites.for_training import ForTraining, are_plain, is_computed
 from transforms.rewrites.packed import is_plain_call
 
 LEAST_WEIGHT = 1 << 18
@@ -57,7 +57,7 @@ class MatmulConv2d(ForTraining, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.Conv2d`` does."""
-        dtype = _served_dtype(self, input) if self.training else None
+        dtype = _served_dtype(self, input) if self.training and not is_computed(self) else None
         if dtype is None:
             return super().forward(input)
         pixels, most = _pixels(self, input), limits(dtype, self.weight.shape[2:])

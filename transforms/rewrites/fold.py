@@ -329,7 +329,7 @@ def _digest(*tensors: Tensor) -> bytes:
     """A digest of the bits, for any strides; version counters miss writes through ``.data``."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        values = detached(tensor).cpu().contiguous().view(torch.uint8)
+        values = detached(tensor).cpu().contiguous().flatten().view(torch.uint8)
         digest.update(values.numpy().data)
     return digest.digest()
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from fusedoptim.ops._linear import linear
+from transforms.rewrites.for_training import is_computed
 from transforms.rewrites.onednn_products import OneDNNModule, is_served
 
 
@@ -14,8 +15,9 @@ class OneDNNConv1D(OneDNNModule, Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute as ``transformers.pytorch_utils.Conv1D`` does."""
-        weight = self.weight.t()
-        if self.training and is_served(x, weight, self.bias, self._fusedoptim_least_products):
-            return linear(x, weight, self.bias)
+        if self.training and not is_computed(self):
+            weight = self.weight.t()
+            if is_served(x, weight, self.bias, self._fusedoptim_least_products):
+                return linear(x, weight, self.bias)
         result: Tensor = super().forward(x)  # type: ignore[no-untyped-call]  # untyped in transformers
         return result

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fusedoptim._processor import processor_facts
 from fusedoptim._torch_private import is_forward_mode, transform_level
 from fusedoptim.ops._linear import linear
-from transforms.rewrites.for_training import ForTraining, are_plain
+from transforms.rewrites.for_training import ForTraining, are_plain, is_computed
 from transforms.rewrites.packed import is_plain_call, missing_operators
 from transforms.rewrites.schemas import difference
 
@@ -36,10 +36,10 @@ class OneDNNLinear(OneDNNModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Compute as ``torch.nn.Linear`` does."""
-        if self.training and is_served(
-            input, self.weight, self.bias, self._fusedoptim_least_products
-        ):
-            return linear(input, self.weight, self.bias)
+        if self.training and not is_computed(self):
+            weight, bias = self.weight, self.bias
+            if is_served(input, weight, bias, self._fusedoptim_least_products):
+                return linear(input, weight, bias)
         return super().forward(input)
 
 

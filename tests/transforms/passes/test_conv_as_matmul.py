@@ -23,6 +23,7 @@ from tests.transforms.helpers import (
     optimized,
     optimized_twice,
     randomise,
+    reads_of_weight,
 )
 from transforms.rewrites import conv_as_matmul, onednn_products
 from transforms.rewrites.conv_as_matmul import Limits, MatmulConv2d
@@ -185,6 +186,10 @@ class TestTheRestIsTorchs:
         assert not is_product(
             ours.train().double().to(memory_format=torch.contiguous_format), x.double()
         )
+
+    def test_of_weights_that_are_computed(self) -> None:
+        ours = optimized(convolution())
+        assert reads_of_weight(ours, images()) == 1
 
     def test_where_products_may_be_rounded(self) -> None:
         """A program that allows bfloat16 in products has not allowed it in convolutions."""

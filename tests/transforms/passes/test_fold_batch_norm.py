@@ -28,6 +28,20 @@ def test_sequence_is_folded(name: str) -> None:
     assert_right(optimized, model, torch.randn(shape))
 
 
+def test_model_in_channels_last() -> None:
+    """The weight of a 1 x 1 kernel is contiguous, though its last strides are not 1."""
+    model = randomise(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)))
+    model.to(memory_format=torch.channels_last)
+    assert model[0].weight.is_contiguous()
+    assert model[0].weight.stride(-1) != 1
+    optimized, report = fold(model)
+    assert [entry.where for entry in report.done(CONV)] == ["1"]
+    assert_right(optimized, model, images())
+    before = fingerprint(model)
+    transforms.restore(fold(model, inplace=True)[0])
+    assert fingerprint(model) == before
+
+
 def test_folded_weight_is_rounded_once() -> None:
     model = randomise(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
     conv, norm = model[0], model[1]

@@ -24,6 +24,7 @@ from tests.transforms.helpers import (
     levels_of,
     optimized,
     optimized_twice,
+    reads_of_weight,
 )
 from transforms.rewrites import onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear
@@ -241,6 +242,11 @@ def test_tied_weights() -> None:
     for each in (ours, exact):
         each(words).square().mean().backward()
     torch.testing.assert_close(ours[0].weight.grad, exact[0].weight.grad.float())
+
+
+@each_kind
+def test_weights_that_are_computed(kind: str) -> None:
+    assert reads_of_weight(optimized(KINDS[kind]()), rows()) == 1
 
 
 def test_parametrized_later() -> None:
