@@ -147,11 +147,12 @@ def check_ddp(device: torch.device) -> None:
     for name, dtype, cls, options in CASES:
         model = new_model("tiny", device, torch.float32).to(dtype)
         ids = [device.index] if device.type != "cpu" else None
-        parallel = DistributedDataParallel(model, device_ids=ids)
         params = list(model.parameters())
         host = [p.detach().cpu().clone().requires_grad_() for p in params]
         expected = cls(host, lr=1e-3, **options)
+        # Before the wrapper, whose hooks parameters would lose when they are split.
         optimizer = OffloadOptimizer(params, cls, lr=1e-3, copy_in_backward=False, **options)
+        parallel = DistributedDataParallel(model, device_ids=ids)
         for _ in range(4):
             optimizer.zero_grad()
             parallel(torch.randint(1000, (2, 16), device=device)).backward()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributed
 
+from fusedoptim.split.hooks import data_parallels
 from fusedoptim.step.checks import check_above_zero, check_norm
 from fusedoptim.step.sharding import is_dtensor
-from fusedoptim.step.tensors import has_memory
+from fusedoptim.step.tensors import has_memory, has_shared_elements
 
 
 def check_arguments(
@@ -46,3 +48,22 @@ def check_param(param: Tensor) -> None:
             f"{what} on {param.device} is a {type(param).__name__} with no memory of its own; "
             "construct the optimizer when the model has its values"
         )
+    if has_shared_elements(param):
+        raise RuntimeError(f"{what} has elements that share memory; clone() it first")
+
+
+def check_no_bucket_views(params: Iterable[Tensor]) -> None:
+    """Raise if DDP averages gradients without a trace after backward's hooks have copied them.
+
+    This looks at all objects of a process that is one of several, so it is not for each step.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    own = set(params)
+    for wrapper in data_parallels():
+        if wrapper.gradient_as_bucket_view and not own.isdisjoint(wrapper.module.parameters()):
+            raise RuntimeError(
+                "OffloadOptimizer: the parameters are in a DistributedDataParallel with "
+                "gradient_as_bucket_view=True, which averages gradients after they were copied to "
+                "the host; set copy_in_backward=False"
+            )

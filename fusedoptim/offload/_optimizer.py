@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fusedoptim._locks import between_steps, is_held, new_lock, refuse_nested
 from fusedoptim.offload._bucket import Bucket, own_options, remove_all
 from fusedoptim.offload._checkpoints import load_states, with_states
-from fusedoptim.offload._checks import check_arguments, check_param
+from fusedoptim.offload._checks import check_arguments, check_no_bucket_views, check_param
 from fusedoptim.offload._link import Link
 from fusedoptim.step.checks import check_norm, check_not_of_group
 from fusedoptim.step.hooks import with_hooks
@@ -61,7 +61,7 @@ class OffloadOptimizer(Optimizer):
         TypeError: a parameter is sharded (DTensor) or has no memory, or ``optimizer_class`` does
             not take it, or an argument is of a wrong type.
         ValueError: an argument is out of range, or a group has one that is for all groups.
-        RuntimeError: parameters share memory.
+        RuntimeError: parameters, or elements of one, share memory.
 
     If the constructor raises or is interrupted, no parameter was converted.
 
@@ -111,6 +111,8 @@ class OffloadOptimizer(Optimizer):
         self._shown: dict[Tensor, State] = {}
         """``state`` when it last showed what the host has."""
         self._shown_count = 0
+        self._is_known_unwrapped = False
+        """Whether backward's hooks were seen to be the last to change gradients."""
         self._torn: str | None = None
         """Why weights are of two different steps, if they are."""
         # Has the defaults, and raises for wrong arguments before any parameter is copied. It has no
@@ -264,7 +266,8 @@ class OffloadOptimizer(Optimizer):
             what ``closure`` returned.
 
         Raises:
-            RuntimeError: a parameter was moved or converted; or an earlier call failed halfway,
+            RuntimeError: a parameter was moved or converted; or DistributedDataParallel averages
+                gradients after backward has copied them; or an earlier call failed halfway,
                 so weights may be of two different steps; or a load and the return to the state
                 before it were interrupted.
         """
@@ -281,6 +284,9 @@ class OffloadOptimizer(Optimizer):
     def _update(self) -> None:
         if self._torn is not None:
             raise RuntimeError(self._torn)
+        if self.copy_in_backward and not self._is_known_unwrapped:
+            check_no_bucket_views(p for bucket in self._buckets for p in bucket.params)
+            self._is_known_unwrapped = True
         found_inf: Tensor | None = getattr(self, "found_inf", None)  # a GradScaler's
         if found_inf is not None and found_inf:
             self._distrust_copies()  # which would keep the gradients

@@ -48,11 +48,15 @@ def check_no_hooks(optimizer: str, params: Iterable[Tensor]) -> None:
             )
 
 
+def data_parallels() -> list[DistributedDataParallel]:
+    """All DistributedDataParallels of the process."""
+    gc.collect()  # one that was deleted is part of a cycle
+    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+
+
 def _hooked() -> set[Tensor]:
     """The parameters of all DistributedDataParallels, and of optimizers that backward steps."""
-    gc.collect()  # a DistributedDataParallel that was deleted is part of a cycle
-    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
-    hooked = {p for wrapper in wrappers for p in wrapper.module.parameters()}
+    hooked = {p for wrapper in data_parallels() for p in wrapper.module.parameters()}
     in_backward = sys.modules.get(_IN_BACKWARD)
     if in_backward is not None:
         hooked.update(in_backward.param_to_acc_grad_map)

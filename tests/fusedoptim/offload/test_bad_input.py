@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim import FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim._torch_private import mark_flattened
 from fusedoptim.offload import OffloadOptimizer
+from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.helpers import bits, nested_tensor, params_of, refused, step_alike
 from tests.fusedoptim.offload.models import BF16
 
@@ -97,6 +99,27 @@ def test_parameters_that_share_memory() -> None:
     values = torch.ones(8)
     with pytest.raises(RuntimeError, match="share memory"):
         OffloadOptimizer([Parameter(values), Parameter(values[2:])], FusedSGD)
+
+
+def test_elements_that_share_memory() -> None:
+    with pytest.raises(RuntimeError, match=r"has elements that share memory; clone\(\) it first"):
+        OffloadOptimizer([Parameter(torch.ones(1).expand(4))], FusedSGD)
+
+
+@on_processes(1)
+def test_gradients_that_are_views_of_buckets() -> None:
+    """DDP's writes into them leave no trace, so copies that backward made would be used."""
+    model = nn.Linear(3, 2)
+    wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    before = model.weight.detach().clone()
+    optimizer = OffloadOptimizer(model.parameters(), FusedSGD, lr=0.1)
+    wrapper(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="set copy_in_backward=False"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.copy_in_backward = False
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("options", [{"bucket_cap_mb": 0}, {"max_grad_norm": -1.0}, {"lr": -1.0}])
