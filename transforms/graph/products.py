@@ -2,8 +2,9 @@
 
 oneDNN applies an activation, or adds another tensor, to a product that is still in the cache. It
 gets only activations for which it treats NaN and infinity as torch does. Its ReLU, ReLU6 and
-Hardsigmoid return a number for NaN, and its GELU by erf returns one for an infinite result of a
-convolution. Where a product is shown to be finite, oneDNN also computes ReLU, ReLU6 and Hardtanh.
+Hardsigmoid return a number for NaN, its sigmoid does so after a transposed convolution, and its
+GELU by erf returns one for an infinite result of a convolution. Where a product is shown to be
+finite, oneDNN also computes ReLU, ReLU6 and Hardtanh.
 """
 
 from __future__ import annotations
@@ -244,6 +245,8 @@ def activation(node: Node, of: Product, is_finite: bool) -> PostOp | None:
     elif called == "leaky_relu":
         slope = given.get("negative_slope", 0.01)
         post = leaky_relu(slope) if isinstance(slope, float) else None
+    elif called == "sigmoid" and operators.name(of.node) == "conv_transpose2d":
+        post = post if is_finite else None
     elif called in CLAMPS and is_finite:
         post = clamp_of(node)
     return None if post is None or post.attribute is None else post

@@ -135,6 +135,14 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.ConvTranspose2d(6, 4, 3, output_padding=1, dilation=2),
         lambda: images(2, 6, 5, 5),
     ),
+    "transposed-wide": (
+        lambda: nn.ConvTranspose2d(16, 16, 3, stride=2, padding=1),
+        lambda: images(2, 16, 12, 12),
+    ),
+    "transposed-deep": (
+        lambda: nn.ConvTranspose2d(4, 4, 3, padding=1, groups=4),
+        lambda: images(2, 4, 12, 12),
+    ),
     "transposed-groups": (
         lambda: nn.ConvTranspose2d(6, 4, 3, groups=2, dilation=2),
         lambda: images(2, 6, 5, 5),
@@ -187,7 +195,13 @@ def test_every_product(name: str) -> None:
                 assert_as_eager(ours, model, x)
 
 
-@pytest.mark.parametrize("name", ["linear", "conv2d", "conv2d-deep", "conv3d", "transposed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("linear", "conv2d", "conv2d-deep", "conv3d"),
+        *("transposed", "transposed-wide", "transposed-deep"),
+    ],
+)
 def test_every_activation_of_nan_and_infinity(name: str) -> None:
     make, inputs = PRODUCTS[name]
     x = torch.cat([inputs() for _ in range(4)])
@@ -196,11 +210,15 @@ def test_every_activation_of_nan_and_infinity(name: str) -> None:
         special[i].select(0, 0).fill_(number)
     for label, function in ACTIVATIONS.items():
         model = Activated(make(), function).eval()
+        if x.dim() == 4:
+            model.to(memory_format=LAST)
+        torch.compiler.reset()  # beyond a number of models of a class, dynamo captures no more
         ours = Compiled(model)
         with torch.no_grad():
             for _ in range(2):
                 assert_as_eager(ours, model, x)
                 assert_as_eager(ours, model, special), label
+        assert ours.plans, label
 
 
 @pytest.mark.parametrize("name", ["ResNet", "MobileNetV2", "BERT", "GPT-2", "LeViT", "DLRM"])
