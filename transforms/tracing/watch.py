@@ -151,6 +151,9 @@ class Watch:
         self._functions: dict[_Key, _Function] = {}
         self.undecided: set[fx.Node] = set()
         """Values that a function held when it evaluated an open condition."""
+        self._error: BaseException | None = None
+        """What following the code raised, as an interrupt does: CPython may crash if a trace
+        function raises."""
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
@@ -158,6 +161,8 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+        if self._error is not None:
+            raise self._error
 
     def uses(self, model: nn.Module) -> Iterator[Use]:
         """What code that did not run may do with modules of ``model``."""
@@ -172,6 +177,14 @@ class Watch:
                 yield from reader.code(node, function.source, modules, function.namespace)
 
     def _on_call(self, frame: types.FrameType, event: str, _: object) -> Any:
+        try:
+            return self._begin(frame)
+        except BaseException as error:  # raised at the end
+            self._error = error
+            return None
+
+    def _begin(self, frame: types.FrameType) -> Any:
+        """The function to call before each line of a frame, if any."""
         code = frame.f_code
         if code is _IMPORT:
             # Nothing is followed while this method runs. What is imported later, as by a lazy
@@ -209,7 +222,15 @@ class Watch:
 
     def _on_line(
         self, function: _Function, frame: types.FrameType, event: str, _: object
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Any] | None:
+        try:
+            self._follow(function, frame, event)
+        except BaseException as error:  # raised at the end
+            self._error = error
+            return None
+        return functools.partial(self._on_line, function)
+
+    def _follow(self, function: _Function, frame: types.FrameType, event: str) -> None:
         # Also before each line: a loop gives its variable another module, and from CPython 3.12 on
         # the variables of a comprehension are gone when it ends.
         function.meet(frame.f_locals, self._originals)
@@ -218,7 +239,6 @@ class Watch:
             if function.is_open(frame.f_lineno):
                 function.look_behind(frame.f_locals, self._originals)
                 self.undecided.update(_nodes(list(frame.f_locals.values())))
-        return functools.partial(self._on_line, function)
 
 
 @functools.lru_cache(maxsize=1024)

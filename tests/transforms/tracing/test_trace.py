@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.transforms.helpers import CONV, assert_right, fold, randomise
+from fusedoptim import transforms
+from tests.transforms.helpers import CONV, assert_right, fingerprint, fold, randomise
 from tests.transforms.models import Block, images
+from transforms.tracing.watch import Watch
 
 
 @functools.singledispatch
@@ -141,3 +143,41 @@ def test_code_in_cpp_cannot_be_traced(name: str) -> None:
         _, report = fold(model)
         assert "cannot be traced" in report.left(CONV)[0].what
         others.append(torch.randn(3))
+
+
+class Catching(nn.Module):
+    """Code that catches whatever is raised in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except BaseException:
+            return x
+
+    def inner(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y) if self.training or len(y.shape) else y
+
+
+@pytest.mark.parametrize("method", ["_begin", "_follow"])
+def test_interrupts_of_the_trace_function(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """They are raised at the end of the trace: a trace function that raises may crash CPython."""
+    model = Catching().eval()
+    before = fingerprint(model)
+    own: Any = getattr(Watch, method)
+
+    def interrupted(*given: Any) -> Any:
+        if any(getattr(each, "f_code", None) is Catching.inner.__code__ for each in given):
+            raise KeyboardInterrupt
+        return own(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Watch, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transforms.optimize(model, inplace=True)
+    assert fingerprint(model) == before
+    assert_right(transforms.optimize(model), model, images())
