@@ -1,9 +1,9 @@
 """Operators whose kernels are written in Python, registered with torch as ``torch.ops.fusedoptim``.
 
 They work under autograd, ``torch.autocast``, fake tensors and ``torch.compile(fullgraph=True)``,
-for tensors on the CPU and on Intel GPUs. They do not work in ``torch.func`` transforms and in
-forward-mode differentiation, as torch has no rules for either. Modules built on them are in
-:mod:`fusedoptim.nn`.
+for tensors on the CPU and on Intel GPUs. They do not work in ``torch.func`` transforms, and
+raise NotImplementedError in forward-mode differentiation: torch has no rules for either. Modules
+built on them are in :mod:`fusedoptim.nn`.
 """
 
 from fusedoptim.ops._cross_entropy import cross_entropy
