@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 
 from fusedoptim._torch_private import (
     BelowAutograd,
@@ -25,6 +24,7 @@ from fusedoptim._torch_private import (
     profiler_enabled,
 )
 from fusedoptim.ops._launching import DEVICES
+from fusedoptim.step.tensors import has_tangent
 from fusedoptim.step.unchanged import may_be_compared
 
 _NAMESPACE = "fusedoptim"
@@ -183,16 +183,11 @@ def _refuse_tangents(name: str, inputs: Sequence[Any]) -> None:
     """Raise if forward-mode differentiation would lose a tangent: operators have no such rule."""
     for value in inputs:
         for tensor in value if _is_list_of_tensors(value) else (value,):
-            if isinstance(tensor, torch.Tensor) and _tangent(tensor) is not None:
+            if isinstance(tensor, torch.Tensor) and has_tangent(tensor):
                 raise NotImplementedError(
                     f"{_NAMESPACE}::{name} has no forward-mode derivative, as torch.func.jvp needs "
                     "it; use backward() or torch.func.vjp, or call torch's own function"
                 )
-
-
-def _tangent(tensor: torch.Tensor) -> torch.Tensor | None:
-    tangent: torch.Tensor | None = unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]  # torch's
-    return tangent
 
 
 def needed(ctx: Any) -> list[Any]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from fusedoptim._torch_private import is_exported, is_forward_mode, proxy_mode, tracing_state
+from fusedoptim.step.tensors import has_tangent
 
 
 def check_seen(kernel: str, args: Sequence[Any]) -> None:
@@ -21,17 +21,12 @@ def check_seen(kernel: str, args: Sequence[Any]) -> None:
         raise _recorded(kernel, "make_fx")
     if is_forward_mode():
         for value in args:
-            if isinstance(value, Tensor) and _tangent(value) is not None:
+            if isinstance(value, Tensor) and has_tangent(value):
                 raise RuntimeError(
                     f"{kernel}: an argument has a tangent, and forward-mode differentiation does "
                     "not see a kernel; pass torch.autograd.forward_ad.unpack_dual(tensor).primal, "
                     "or call it in a torch.autograd.Function that has a jvp"
                 )
-
-
-def _tangent(tensor: Tensor) -> Tensor | None:
-    tangent: Tensor | None = unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]  # torch's
-    return tangent
 
 
 def _recorded(kernel: str, by: str) -> RuntimeError:

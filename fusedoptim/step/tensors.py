@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from fusedoptim.allocator import current_pool
 from fusedoptim.dtypes import VARIANTS
@@ -114,6 +115,12 @@ def same_order(a: Tensor, b: Tensor) -> bool:
             if dim in (None, a.dim())
         )
     )
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode differentiation, which is active, differentiates by the tensor."""
+    tangent: Tensor | None = unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]  # torch's
+    return tangent is not None
 
 
 def has_shared_elements(tensor: Tensor) -> bool:
