@@ -62,7 +62,8 @@ def _measure(name: str, rounds: int | None) -> Report:
         torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
         for shape in ((images, inputs, width, width), (outputs, inputs, taps, taps))
     )
-    given = [{"input": x, "weight": weight}[name].requires_grad_() for name in _PARTS[part]]
+    tensors = {"input": x, "weight": weight}
+    given = [tensors[which].requires_grad_() for which in _PARTS[part]]
     ways = {
         "torch": lambda: functional.conv2d(x, weight, None, stride, padding),
         "fusedoptim": lambda: conv2d(x, weight, None, (stride,) * 2, (padding,) * 2),
