@@ -55,6 +55,7 @@ __all__ = [
     "keys_after_autograd",
     "local_tensor",
     "mark_flattened",
+    "pop_function_mode",
     "profiler_enabled",
     "proxy_mode",
     "remove_hooks",
@@ -127,6 +128,10 @@ count_modes = torch._C._len_torch_dispatch_stack
 
 count_function_modes = torch._C._len_torch_function_stack
 """How many modes of ``__torch_function__`` are active."""
+
+pop_function_mode: Any = torch._C._pop_torch_function_stack
+"""Ends the innermost of them; an interrupt in the Python code of its ``__exit__`` leaves it
+active."""
 
 function_mode_at = torch._C._get_function_stack_at
 """The mode of ``__torch_function__`` with this number, of those that are active."""

@@ -445,6 +445,13 @@ def test_function_mode_at() -> None:
         assert _torch_private.function_mode_at(1) is mode
 
 
+def test_pop_function_mode() -> None:
+    with torch.device("cpu"):
+        mode = BaseTorchFunctionMode().__enter__()
+        assert _torch_private.pop_function_mode() is mode
+        assert _torch_private.count_function_modes() == 1
+
+
 def test_devicecontext() -> None:
     """Each is a mode, also inside another, and has its device."""
     torch.set_default_device("cpu")

@@ -215,6 +215,9 @@ def run_trace(
     except Exception as error:
         culprit = originals.get(tracer.culprit or twin, root)
         raise UntraceableError(culprit, _function_to_blame(error, culprit)) from error
+    finally:  # an interrupt may come before the first line of an __exit__
+        reads.end()
+        watch.end()
     named = dict(twin.named_modules(remove_duplicate=False))
     modules: dict[str, nn.Module] = {}
     read = {originals[module] for module in reads.of | tracer.exchanged}

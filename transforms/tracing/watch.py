@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree
 
+from fusedoptim._torch_private import count_function_modes, function_mode_at, pop_function_mode
 from transforms.tracing.conditions import Changing, Conditions, Source, source_of
 from transforms.tracing.modules import META_DATA, own_tensors
 from transforms.tracing.source import Reader, Use, modules_behind, modules_in
@@ -64,6 +65,12 @@ class TensorReads(TorchFunctionMode):
                 raise RuntimeError(f"forward writes to the model's tensors ({resolve_name(func)})")
             self.of.update(*owners)
         return func(*args, **kwargs)
+
+    def end(self) -> None:
+        """Leave torch's stack of modes, if ``__exit__`` was interrupted before it did so."""
+        depth = count_function_modes()
+        if depth and function_mode_at(depth - 1) is self:
+            pop_function_mode()
 
 
 def _is_tensor(value: object) -> bool:
@@ -160,9 +167,13 @@ class Watch:
         sys.settrace(self._on_call)
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
+        self.end()
         if self._error is not None:
             raise self._error
+
+    def end(self) -> None:
+        """Follow no more code; called again if ``__exit__`` was interrupted before it did so."""
+        sys.settrace(self._before)
 
     def uses(self, model: nn.Module) -> Iterator[Use]:
         """What code that did not run may do with modules of ``model``."""

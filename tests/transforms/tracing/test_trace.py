@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusedoptim import transforms
+from fusedoptim._torch_private import count_function_modes
 from tests.transforms.helpers import CONV, assert_right, fingerprint, fold, randomise
 from tests.transforms.models import Block, images
-from transforms.tracing.watch import Watch
+from transforms.tracing.watch import TensorReads, Watch
 
 
 @functools.singledispatch
@@ -179,5 +180,24 @@ def test_interrupts_of_the_trace_function(monkeypatch: pytest.MonkeyPatch, metho
         patched.setattr(Watch, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             transforms.optimize(model, inplace=True)
+    assert fingerprint(model) == before
+    assert_right(transforms.optimize(model), model, images())
+
+
+@pytest.mark.parametrize("recorder", [TensorReads, Watch])
+def test_interrupts_of_an_exit(monkeypatch: pytest.MonkeyPatch, recorder: type) -> None:
+    """What a trace has begun ends although an interrupt came first."""
+    model = Catching().eval()
+    before, tracer = fingerprint(model), sys.gettrace()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transforms.optimize(model, inplace=True)
+    assert count_function_modes() == 0
+    assert sys.gettrace() is tracer
     assert fingerprint(model) == before
     assert_right(transforms.optimize(model), model, images())
