@@ -157,9 +157,6 @@ class BagOptimizer(FusedOptimizer):
 
     def begin_pass(self) -> None:
         """See :class:`fusedoptim.ops._updated_bags.Rule`."""
-        if self._awaits_update:  # now, as a compiled graph may update copies of the lower halves
-            for weight in self.halves:
-                self.halves.find(weight)
         ddp = active_ddp()
         if ddp is None or (self._allowed is not None and self._allowed() is ddp):
             return
@@ -176,8 +173,8 @@ class BagOptimizer(FusedOptimizer):
                     )
         self._allowed = weakref.ref(ddp)
 
-    def state_lists(self, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adagrad's sums and the lower halves of split tables, if there are any."""
+    def check_own(self, weights: Sequence[Tensor]) -> None:
+        """Raise unless these are the tables."""
         (group,) = self.param_groups
         are_own = list(map(operator.is_, weights, group["params"]))
         if not all(are_own):
@@ -188,10 +185,14 @@ class BagOptimizer(FusedOptimizer):
                 "on the meta device, or in torch.func.functional_call; construct the "
                 "MergedEmbeddingBag, or merge the model, when the bags have their final weights"
             )
-        if _SUM not in self._saved_state:
-            return [], self._trails
-        state = self.state
-        return [state[weight][_SUM] for weight in weights], self._trails
+
+    def state_lists(self, chosen: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """See :class:`fusedoptim.ops._updated_bags.Rule`."""
+        sums: list[Tensor] = []
+        if _SUM in self._saved_state:
+            state, params = self.state, self.param_groups[0]["params"]
+            sums = [state[params[t]][_SUM] for t in chosen]
+        return sums, [self._trails[t] for t in chosen if self._trails]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: the tables are one group, and nothing else can be updated in the backward pass.

@@ -312,11 +312,10 @@ class MergedEmbeddingBag(torch.nn.Module):
                     if bags[t].requires_grad and not needs:
                         bags[t] = bags[t].detach()
         else:
-            state = self._optimizer.state_lists(weights)
+            self._optimizer.check_own(weights)
             bags = updated_embedding_bags(
                 anchor,
                 weights,
-                *state,
                 indices,
                 starts,
                 samples,

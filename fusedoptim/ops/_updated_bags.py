@@ -28,6 +28,8 @@ from fusedoptim.ops._embedding_bags import (
 from fusedoptim.ops._registering import is_plain, needed, register, register_without_gradient
 
 Tensors = Sequence[Tensor]
+_SAMPLES = 4
+"""The place of the sample weights among the operator's arguments."""
 
 
 class Rule(Protocol):
@@ -46,8 +48,8 @@ class Rule(Protocol):
     def begin_pass(self) -> None:
         """Prepare a forward pass; raise if it is of replicas whose tables must stay equal."""
 
-    def state_lists(self, weights: Tensors) -> tuple[Tensors, Tensors]:
-        """The current state of tables: sums and lower halves, each for all tables or none."""
+    def state_lists(self, chosen: Sequence[int]) -> tuple[Tensors, Tensors]:
+        """The current state of chosen tables: sums and lower halves, each for all or none."""
 
 
 _rules: weakref.WeakValueDictionary[int, Rule] = weakref.WeakValueDictionary()
@@ -58,7 +60,7 @@ def numbered(rule: Rule) -> int:
     """A number by which the operator finds a rule for as long as it exists.
 
     A compiled graph holds this number; it would otherwise hold the hyper-parameters of its first
-    call.
+    call, and state that a checkpoint may replace.
     """
     number = next(_next_number)
     _rules[number] = rule
@@ -75,27 +77,23 @@ def _rule_of(number: int) -> Rule:
     return rule
 
 
-def _forward(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
+def _forward(anchor: Tensor, weights: Tensors, *rest: Any) -> Any:
     *arguments, rule = rest
-    _check_pass(tables_of(weights), weights, sums, trails, rule)
+    _check_pass(tables_of(weights), weights, rule)
     return compute_bags(weights, *arguments)
 
 
-def _direct(
-    ctx: Any, _: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any
-) -> Any:
+def _direct(ctx: Any, _: Tensor, weights: Tensors, *rest: Any) -> Any:
     *arguments, rule = rest
     with BelowAutograd():
         bags, batch = bags_and_batch(weights, *arguments)
     if ctx is not None:
-        _check_pass(batch.tables, weights, sums, trails, rule)
+        _check_pass(batch.tables, weights, rule)
         ctx.batch = batch
     return bags
 
 
-def _check_pass(
-    tables: Tables, weights: Tensors, sums: Tensors, trails: Tensors, rule: int
-) -> None:
+def _check_pass(tables: Tables, weights: Tensors, rule: int) -> None:
     """Raise unless the backward pass of this forward pass can update the tables."""
     found, backward = _rule_of(rule), backward_pass()
     if -1 != backward <= found.updated_in:
@@ -106,36 +104,37 @@ def _check_pass(
             "optimizer"
         )
     found.begin_pass()
-    _check_updated(tables, weights, sums, trails, found)
+    _state_of(tables, weights, range(len(weights)), found)
 
 
-def _check_updated(
-    tables: Tables, weights: Tensors, sums: Tensors, trails: Tensors, rule: Rule
-) -> None:
-    """Raise unless the kernel of ``rule`` can update tables and their state in place."""
+def _state_of(
+    tables: Tables, weights: Tensors, chosen: Sequence[int], rule: Rule
+) -> tuple[Tensors, Tensors]:
+    """The state of chosen tables; raise unless the kernel can update it and them in place."""
+    sums, trails = rule.state_lists(chosen)
     tables.check_updated(weights, sums, trails, is_rowwise=rule.kernel == ROWWISE)
+    return sums, trails
 
 
-def _fake(anchor: Tensor, weights: Tensors, sums: Tensors, trails: Tensors, *rest: Any) -> Any:
+def _fake(anchor: Tensor, weights: Tensors, *rest: Any) -> Any:
     return new_bags(weights, *rest[:-1])
 
 
 def _update(
     weights: Tensors,
-    sums: Tensors,
-    trails: Tensors,
     grads: Tensors,
     indices: Tensors,
     offsets: Tensors,
     samples: Tensors,
     means: Sequence[bool],
     paddings: Sequence[int],
+    chosen: Sequence[int],
     last: bool,
     rule: int,
 ) -> None:
     batch = batch_of(tables_of(weights), indices, offsets, samples, last)
     _check_grads(grads, batch)
-    _update_rows(weights, sums, trails, grads, batch, means, paddings, rule)
+    _update_rows(weights, grads, batch, means, paddings, chosen, rule)
 
 
 def _check_grads(grads: Tensors, batch: Batch) -> None:
@@ -152,17 +151,16 @@ def _check_grads(grads: Tensors, batch: Batch) -> None:
 
 def _update_rows(
     weights: Tensors,
-    sums: Tensors,
-    trails: Tensors,
     grads: Tensors,
     batch: Batch,
     means: Sequence[bool],
     paddings: Sequence[int],
+    chosen: Sequence[int],
     rule: int,
 ) -> None:
     found, tables = _rule_of(rule), tables_of(weights)
     check_like(tables, batch.tables)
-    _check_updated(tables, weights, sums, trails, found)
+    sums, trails = _state_of(tables, weights, chosen, found)
     gradient = Gradient(grads, batch, means, paddings)
     columns = {"param": weights}
     if sums:
@@ -177,30 +175,27 @@ def _update_rows(
 
 
 _update_tables = register_without_gradient(
-    "update_embedding_bags(Tensor(a!)[] weights, Tensor(b!)[] sums, Tensor(c!)[] trails, "
-    "Tensor[] grads, Tensor[] indices, Tensor[] offsets, Tensor[] samples, bool[] means, "
-    "int[] paddings, bool last, int rule) -> ()",
+    "update_embedding_bags(Tensor(a!)[] weights, Tensor[] grads, Tensor[] indices, "
+    "Tensor[] offsets, Tensor[] samples, bool[] means, int[] paddings, int[] chosen, bool last, "
+    "int rule) -> ()",
     kernel=_update,
     fake=lambda *_: None,
 )
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensors) -> None:
-    _, ctx.weights, ctx.sums, ctx.trails, indices, offsets, samples, *ctx.options = inputs
+    _, ctx.weights, indices, offsets, samples, *ctx.options = inputs
     ctx.rule = _rules.get(ctx.options[-1])  # for as long as there may be a backward pass
     # Updates change the tables, and gradients of sample weights need them as they were.
-    read = ctx.weights if samples and needed(ctx)[6] else []
+    read = ctx.weights if samples and needed(ctx)[_SAMPLES] else []
     save_lists(ctx, read, indices, offsets, samples)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
-    weights, sums, trails = ctx.weights, ctx.sums, ctx.trails
-    if hasattr(ctx, "batch"):  # not compiled: a checkpoint may have been loaded in between
-        sums, trails = ctx.rule.state_lists(weights)
-    read, indices, offsets, samples = saved_lists(ctx)
+    weights, (read, indices, offsets, samples) = ctx.weights, saved_lists(ctx)
     means, paddings, last, rule = ctx.options
     of_samples = None
-    if needed(ctx)[6]:
+    if needed(ctx)[_SAMPLES]:
         of_samples = sample_gradients(grads, read, indices, offsets, paddings, last)
     chosen = tables_with_gradient(grads, len(weights))
     batch, ctx.batch = getattr(ctx, "batch", None), None  # it holds memory
@@ -208,21 +203,20 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
     # With hooks, the saved tensors may be others than the batch's.
     if batch is not None and is_plain_update and not ctx.are_hooked:
         of_all: Any = grads
-        _update_rows(weights, sums, trails, of_all, batch, means, paddings, rule)
+        _update_rows(weights, of_all, batch, means, paddings, chosen, rule)
     else:
         before = None if batch is None else batch.tables
         check_again(ctx, weights, indices, offsets, last, before)
-        lists = weights, sums, trails, grads, indices, offsets, samples, means, paddings
+        lists = weights, grads, indices, offsets, samples, means, paddings
         arguments = chosen_of(chosen, len(weights), *lists)
-        _update_tables(*arguments, last, rule)
+        _update_tables(*arguments, chosen, last, rule)
         increment_version(arguments[0])  # for a tracer, which runs no kernel
-    return [None, None, None, None, None, None, of_samples, None, None, None, None]
+    return [None, None, None, None, of_samples, None, None, None, None]
 
 
 _updated_bags = register(
-    "updated_embedding_bags(Tensor anchor, Tensor[] weights, Tensor[] sums, Tensor[] trails, "
-    "Tensor[] indices, Tensor[] offsets, Tensor[] samples, bool[] means, int[] paddings, "
-    "bool last, int rule) -> Tensor[]",
+    "updated_embedding_bags(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    "Tensor[] samples, bool[] means, int[] paddings, bool last, int rule) -> Tensor[]",
     kernel=_forward,
     fake=_fake,
     setup_context=_setup_context,
@@ -234,8 +228,6 @@ _updated_bags = register(
 def updated_embedding_bags(
     anchor: Tensor,
     weights: Tensors,
-    sums: Tensors,
-    trails: Tensors,
     indices: Tensors,
     offsets: Tensors,
     samples: Tensors,
@@ -249,8 +241,6 @@ def updated_embedding_bags(
     Args:
         anchor: any tensor that requires grad, so that there is a backward pass; it gets none.
         weights: the tables, which do not require grad.
-        sums: Adagrad's state, or none.
-        trails: the lower halves of split tables, or none.
         indices: the indices, as :func:`embedding_bags` takes them.
         offsets: the offsets, as :func:`embedding_bags` takes them.
         samples: the sample weights, as :func:`embedding_bags` takes them.
@@ -260,7 +250,5 @@ def updated_embedding_bags(
         rule: the number of the rule that updates the tables (:func:`numbered`).
     """
     bags = as_lists(indices, offsets, samples)
-    result: list[Tensor] = _updated_bags(
-        anchor, weights, sums, trails, *bags, means, paddings, last, rule
-    )
+    result: list[Tensor] = _updated_bags(anchor, weights, *bags, means, paddings, last, rule)
     return result

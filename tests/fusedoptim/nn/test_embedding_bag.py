@@ -63,9 +63,11 @@ class TestOptimizer:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     @pytest.mark.parametrize("split", [False, True])
     @pytest.mark.parametrize("used", [1, len(ROWS)])
+    @pytest.mark.parametrize("backend", [None, "aot_eager"])
     def test_checkpoint_that_is_loaded_before_the_backward_pass(
-        self, optimizer: str, split: bool, used: int
+        self, optimizer: str, split: bool, used: int, backend: str | None
     ) -> None:
+        torch.compiler.reset()
         source = new_module(optimizer, lr=LR, split=split)
         batches = new_batches(source)
         train(source, batches)
@@ -76,10 +78,12 @@ class TestOptimizer:
             checkpoint = copy.deepcopy(source.optimizer().state_dict())
             if module is early:
                 module.optimizer().load_state_dict(checkpoint)
-            loss = torch.stack([y.square().sum() for y in module(*batches[1][0])[:used]]).sum()
+            called = torch.compile(module, backend=backend, fullgraph=True) if backend else module
+            loss = torch.stack([y.square().sum() for y in called(*batches[1][0])[:used]]).sum()
             if module is late:
                 module.optimizer().load_state_dict(checkpoint)
-            loss.backward(retain_graph=True)
+            if backend is None:  # a compiled graph cannot go back twice
+                loss.backward(retain_graph=True)
             loss.backward()
             state = module.optimizer().state_dict()["state"]
             states.append([tensor for _, of in sorted(state.items()) for tensor in of.values()])

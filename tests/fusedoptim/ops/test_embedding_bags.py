@@ -289,15 +289,14 @@ class TestTracing:
         weights = [bag.weight for bag in merged]
         optimizer: Any = merged.optimizer()
         grads = [torch.randn(9, 20) for _ in ROWS]
-        options = [False] * 4, [-1] * 4, True, optimizer.number
-        sums, trails = optimizer.state_lists(weights)
-        state = weights, sums, trails
+        options, last = ([False] * 4, [-1] * 4), (True, optimizer.number)
         torch.library.opcheck(
-            torch.ops.fusedoptim.update_embedding_bags.default, (*state, grads, *bags, [], *options)
+            torch.ops.fusedoptim.update_embedding_bags.default,
+            (weights, grads, *bags, [], *options, range(4), *last),
         )
         torch.library.opcheck(
             torch.ops.fusedoptim.updated_embedding_bags.default,
-            (torch.zeros((), requires_grad=True), *state, *bags, [], *options),
+            (torch.zeros((), requires_grad=True), weights, *bags, [], *options, *last),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 
