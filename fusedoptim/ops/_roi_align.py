@@ -23,6 +23,7 @@ from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
 from fusedoptim.ops._roi_align_backward import roi_align_backward
 from fusedoptim.ops._roi_taps import (
+    MOST_SAMPLES,
     TAPS,
     BoxTaps,
     Grid,
@@ -71,6 +72,9 @@ def roi_align(
         TypeError: a dtype is not one of these, output_size or sampling_ratio is not an integer, or
             spatial_scale is not a number, or is a tensor that requires grad.
         ValueError: a shape does not fit, or a box is not finite and ``sampling_ratio`` is positive.
+            Or a bin would have more than 1,048,576 samples in one direction, by ``sampling_ratio``
+            or because a box is so large: their number is the time that a call takes, and no map has
+            so many pixels.
         IndexError: a box belongs to a map that ``input`` does not have.
 
     Example:
@@ -153,6 +157,11 @@ def _like(
     if y_bins < 0 or x_bins < 0:
         raise ValueError(
             f"roi_align: output_size is {(y_bins, x_bins)}; sizes must not be negative"
+        )
+    if sampling_ratio > MOST_SAMPLES:
+        raise ValueError(
+            f"roi_align: sampling_ratio={sampling_ratio}, and at most {MOST_SAMPLES} samples are "
+            "possible; pass 2, or -1 for one for each pixel of a bin"
         )
     return input.new_empty((rois.shape[0], input.shape[1], y_bins, x_bins))
 

@@ -17,6 +17,11 @@ from fusedoptim.ops._launching import ARITHMETIC_OF, VARIANT_OF, launch_table
 
 TAPS = 8
 """Pixels that a bin reads, approximately."""
+MOST_SAMPLES = 1 << 20
+"""Samples of a bin in each direction, at most.
+
+No map has a bin of more pixels. A call's time grows with their number: 2**31 would seem to hang.
+"""
 _WORK = 16
 """Elements of an update that take as long as one sample."""
 
@@ -93,11 +98,25 @@ def sides_of(rois: Reals, grid: Grid) -> tuple[Side, Side]:
         if not grid.aligned:
             whole = np.where(whole < 1, real(1), whole)
         extent = whole / np.array([grid.x_bins, grid.y_bins], real)
-        samples = np.ceil(extent) if grid.sampling_ratio <= 0 else np.full_like(extent, 1)
-        is_count = (samples >= 1) & (samples < 1 << 31)
-        counts = np.where(is_count, samples, 0).astype(np.int64) * max(grid.sampling_ratio, 1)
+        is_adaptive = grid.sampling_ratio <= 0
+        samples = np.ceil(extent) if is_adaptive else np.full_like(extent, grid.sampling_ratio)
+        counts = np.where((samples >= 1) & np.isfinite(samples), samples, 0)
+    _check_samples(rois, counts)
+    counts = counts.astype(np.int64)
     x, y = (Side(start[:, k], extent[:, k], counts[:, k]) for k in (0, 1))
     return y, x
+
+
+def _check_samples(rois: Reals, counts: Reals) -> None:
+    """Raise for a box that is so large that the samples of its bins would take too long."""
+    wrong = np.flatnonzero((counts > MOST_SAMPLES).any(1))
+    if len(wrong):
+        k = wrong[0]
+        raise ValueError(
+            f"roi_align: boxes[{k}] is {rois[k, 1:].tolist()}, so that a bin has "
+            f"{counts[k].max():.0f} samples in one direction, one for each pixel, and at most "
+            f"{MOST_SAMPLES} are possible; clip boxes to the image, or pass sampling_ratio=2"
+        )
 
 
 class BoxTaps:

@@ -249,6 +249,15 @@ class TestRefused:
             ({"input": [[1.0]]}, TypeError, "input is of type list; pass a tensor"),
             ({"boxes": [[0.0, 0, 1, 1]]}, TypeError, r"boxes\[0\] is of type list; pass a tensor"),
             ({"input": torch.zeros(1, 2, 0, 4)}, ValueError, "0 x 4 pixels"),
+            *(
+                ({"sampling_ratio": n}, ValueError, f"sampling_ratio={n}, .* 1048576 .*; pass 2")
+                for n in (2**20 + 1, 2**31 - 1, 2**31, 10**12)
+            ),
+            (
+                {"boxes": torch.tensor([[0.0, 0, 0, 1, 4e9]]), "sampling_ratio": 0},
+                ValueError,
+                r"boxes\[0\] is \[0.0, 0.0, 1.0, 4000000000.0\], .* has 2000000000 samples",
+            ),
         ],
     )
     def test_refused(self, change: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -260,3 +269,16 @@ class TestRefused:
         }
         with pytest.raises(error, match=match):
             roi_align(**arguments | change)
+
+    def test_too_many_samples_in_a_graph(self) -> None:
+        x = torch.zeros(1, 2, 4, 4, device="meta")
+        for call in (roi_align, torch.compile(roi_align, backend="eager", fullgraph=True)):
+            with pytest.raises(Exception, match=r"sampling_ratio=1000000000000, .*; pass 2"):
+                call(x, [torch.zeros(1, 4, device="meta")], 2, sampling_ratio=10**12)
+
+    def test_most_samples(self) -> None:
+        x, box = torch.arange(16.0).view(1, 1, 4, 4), torch.tensor([[0.0, 0, 0, 2, 2]])
+        wide = torch.tensor([[0.0, 0, 0, 2**21, 2]])
+        y = roi_align(x, box, 2, sampling_ratio=2**20)
+        torch.testing.assert_close(y, roi_align(x, box, 2, sampling_ratio=2), rtol=1e-4, atol=0)
+        assert roi_align(x, wide, 2).isfinite().all()
