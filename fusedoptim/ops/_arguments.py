@@ -5,14 +5,17 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 def check_tensors(function: str, **arguments: Any) -> None:
-    """Raise TypeError unless all arguments are tensors."""
+    """Raise TypeError unless all arguments are tensors, and dense."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{function}: {name} is of type {type(value).__name__}; pass a tensor")
+        if value.layout is not torch.strided:
+            raise TypeError(f"{function}: {name} has layout {value.layout}; pass {name}.to_dense()")
 
 
 def as_real(function: str, name: str, value: Any) -> float:

@@ -156,8 +156,8 @@ def check_weights(weights: Tensors) -> None:
             f"embedding_bags: weights have dtype {first.dtype}, and kernels compute with "
             f"{DTYPE_NAMES}; convert them"
         )
-    kinds = {(w.dtype, w.dim(), w.device, w.layout) for w in weights}
-    if kinds != {(first.dtype, 2, first.device, torch.strided)}:
+    kinds = {(w.dtype, w.dim(), w.device) for w in weights}
+    if kinds != {(first.dtype, 2, first.device)}:
         _check_alike(weights)
     most = max([weight.shape[0] for weight in weights])
     if most > _MOST_ROWS:
@@ -225,11 +225,6 @@ def _check_alike(weights: Tensors) -> None:
             raise TypeError(
                 f"embedding_bags: weight {t} has dtype {weight.dtype}, and weight 0 has "
                 f"{first.dtype}; convert them to one, or call the operator for each dtype"
-            )
-        if weight.layout is not torch.strided:
-            raise TypeError(
-                f"embedding_bags: weight {t} has layout {weight.layout}; pass a dense tensor, such "
-                "as weight.to_dense()"
             )
         if weight.dim() != 2:
             raise ValueError(

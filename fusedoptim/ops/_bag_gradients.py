@@ -101,7 +101,7 @@ _row_gradients_of: Any = torch.library.custom_op(  # which raises where it is di
     mutates_args=(),
     device_types=DEVICES,
     schema="(Tensor[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
-    "Tensor[] samples, bool[] means, int[] paddings, bool last) -> Tensor[]",
+    "Tensor[] per_sample_weights, bool[] means, int[] paddings, bool last) -> Tensor[]",
 )
 
 

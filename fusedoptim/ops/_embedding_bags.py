@@ -316,7 +316,7 @@ _dense_gradients_of: Any = torch.library.custom_op(  # which raises where it is 
     mutates_args=(),
     device_types=DEVICES,
     schema="(Tensor[] grads, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
-    "Tensor[] samples, bool[] means, int[] paddings, bool last) -> Tensor[]",
+    "Tensor[] per_sample_weights, bool[] means, int[] paddings, bool last) -> Tensor[]",
 )
 _dense_gradients_of.register_fake(
     lambda grads, weights, *_: [
@@ -406,8 +406,9 @@ def check_like(tables: Tables, before: Tables) -> None:
 
 
 _embedding_bags = register(
-    "embedding_bags(Tensor[] weights, Tensor[] indices, Tensor[] offsets, Tensor[] samples, "
-    "bool[] means, int[] paddings, bool last, bool sparse) -> Tensor[]",
+    "embedding_bags(Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
+    "Tensor[] per_sample_weights, bool[] means, int[] paddings, bool last, bool sparse) "
+    "-> Tensor[]",
     kernel=compute_bags,
     fake=new_bags,
     setup_context=_setup_context,

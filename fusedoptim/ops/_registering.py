@@ -23,12 +23,18 @@ from fusedoptim._torch_private import (
     keys_after_autograd,
     profiler_enabled,
 )
+from fusedoptim.ops._arguments import check_tensors
 from fusedoptim.ops._launching import DEVICES
 from fusedoptim.step.tensors import has_tangent
 from fusedoptim.step.unchanged import may_be_compared
 
 _NAMESPACE = "fusedoptim"
 _NO_LIST = -1
+_NOT_DENSE = (
+    "MkldnnCPU",
+    *(f"{layout}{kind.upper()}" for kind in DEVICES for layout in ("Sparse", "SparseCsr")),
+)
+"""The dispatch keys of tensors without addresses that kernels could read."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))
 """Types, besides tensors, that torch's dispatcher does not treat specially."""
@@ -56,6 +62,7 @@ def register(
         kernel: its implementation on all devices; no result shares memory with an argument, nor
             with another result. It refuses tensors of different devices: plain calls
             (:func:`is_plain`) go around torch's dispatcher, which takes longer than a short kernel.
+            Tensors that are not dense are refused for it, by the names that the schema gives them.
         fake: its implementation without values.
         setup_context: as :func:`torch.library.register_autograd` has it.
         backward: the gradients of all arguments, as :func:`torch.library.register_autograd` has it:
@@ -145,6 +152,8 @@ def is_plain(*inputs: Any) -> bool:
                 return False
             if value.is_neg() or is_zero_tensor(value) or is_batched(value):
                 return False
+            if value.layout is not torch.strided:
+                return False
         elif _is_list_of_tensors(value):
             if not _are_memory(value):
                 return False
@@ -164,6 +173,7 @@ def _are_memory(tensors: Sequence[torch.Tensor]) -> bool:
     are_memory = (
         _TENSORS.issuperset(map(type, tensors))
         and first.device.type in DEVICES
+        and all(tensor.layout is torch.strided for tensor in tensors)
         and not any(map(torch.Tensor.is_neg, tensors))
         and not any(map(is_zero_tensor, tensors))
         and not any(map(is_batched, tensors))
@@ -218,7 +228,18 @@ def register_without_gradient(
     qualified = f"{_NAMESPACE}::{name}"
     torch.library.impl(qualified, DEVICES, func=disable_dynamo(kernel), lib=_library)
     torch.library.register_fake(qualified, fake, lib=_library)
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+    operator = getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+    def refuse(*inputs: Any) -> None:
+        for argument, value in zip(operator._schema.arguments, inputs):
+            if isinstance(value, torch.Tensor):
+                check_tensors(name, **{argument.name: value})
+            elif _is_list_of_tensors(value):
+                check_tensors(name, **{f"{argument.name}[{k}]": x for k, x in enumerate(value)})
+
+    for key in _NOT_DENSE:
+        _library.impl(name, refuse, key)
+    return operator
 
 
 def _is_list_of_tensors(value: Any) -> bool:

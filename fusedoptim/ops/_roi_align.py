@@ -217,7 +217,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _roi_align = register(
-    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt y_bins, SymInt x_bins, "
+    "roi_align(Tensor input, Tensor boxes, float spatial_scale, SymInt y_bins, SymInt x_bins, "
     "int sampling_ratio, bool aligned) -> Tensor",
     kernel=_average,
     fake=_like,

@@ -141,7 +141,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 roi_align_backward = register(
-    "roi_align_backward(Tensor grad, Tensor rois, float spatial_scale, SymInt y_bins, "
+    "roi_align_backward(Tensor grad, Tensor boxes, float spatial_scale, SymInt y_bins, "
     "SymInt x_bins, int sampling_ratio, bool aligned, SymInt[] shape, bool is_last) -> Tensor",
     kernel=_spread,
     fake=_like,

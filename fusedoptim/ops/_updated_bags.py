@@ -176,8 +176,8 @@ def _update_rows(
 
 _update_tables = register_without_gradient(
     "update_embedding_bags(Tensor(a!)[] weights, Tensor[] grads, Tensor[] indices, "
-    "Tensor[] offsets, Tensor[] samples, bool[] means, int[] paddings, int[] chosen, bool last, "
-    "int rule) -> ()",
+    "Tensor[] offsets, Tensor[] per_sample_weights, bool[] means, int[] paddings, int[] chosen, "
+    "bool last, int rule) -> ()",
     kernel=_update,
     fake=lambda *_: None,
 )
@@ -216,7 +216,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> list[Any]:
 
 _updated_bags = register(
     "updated_embedding_bags(Tensor anchor, Tensor[] weights, Tensor[] indices, Tensor[] offsets, "
-    "Tensor[] samples, bool[] means, int[] paddings, bool last, int rule) -> Tensor[]",
+    "Tensor[] per_sample_weights, bool[] means, int[] paddings, bool last, int rule) -> Tensor[]",
     kernel=_forward,
     fake=_fake,
     setup_context=_setup_context,
