@@ -41,6 +41,8 @@ class BagOptimizer(FusedOptimizer):
     """The number by which the operator finds this object."""
     updated_in: int
     """See :class:`fusedoptim.ops._updated_bags.Rule`."""
+    _unlisted: Mapping[str, float] = {}
+    """Options of the groups that ``defaults`` lack, as torch's schedulers set what is there."""
     _absent: Sequence[tuple[str, Any]]
     """The options that the kernel does not get, with the only value that each may have."""
 
@@ -69,8 +71,11 @@ class BagOptimizer(FusedOptimizer):
         self.number = numbered(self)
         self.updated_in = -1
         self._allowed: weakref.ref[DistributedDataParallel] | None = None
+        options = {**self.defaults, **self._unlisted}
+        for name in self._unlisted:
+            self.defaults.pop(name, None)
         taken = {*self._hyper_parameters, *OPTIONS, _FIRST_SUM}
-        self._absent = [item for item in sorted(self.defaults.items()) if item[0] not in taken]
+        self._absent = [item for item in sorted(options.items()) if item[0] not in taken]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if self._to_restore:
@@ -141,12 +146,7 @@ class BagOptimizer(FusedOptimizer):
     def numbers(self) -> Mapping[str, float]:
         """See :class:`fusedoptim.ops._updated_bags.Rule`."""
         (group,) = self.param_groups
-        self._check_absent(
-            group,
-            "param_groups have",
-            "set its default there; OneCycleLR and CyclicLR leave momentum alone with "
-            "cycle_momentum=False",
-        )
+        self._check_absent(group, "param_groups have", "set its default there")
         taken = {name: group[name] for name in self._hyper_parameters}
         largest = PARAM_DTYPES[group["params"][0].dtype].largest
         check_numbers(type(self).__name__, taken, self.defaults, largest)
@@ -239,6 +239,7 @@ class InBackwardSGD(BagOptimizer, FusedSGD):
 
     kernel = "sgd_rows"
     _hyper_parameters = ("lr", "weight_decay")
+    _unlisted: Mapping[str, float] = {"momentum": 0}
 
 
 class InBackwardAdagrad(BagOptimizer, FusedAdagrad):

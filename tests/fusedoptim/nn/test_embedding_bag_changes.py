@@ -195,16 +195,26 @@ class TestOptions:
         message = f"{name} is {value}; set it to a number of at most 3.403e+38"
         _check_unchanged(module, lambda: torch.autograd.backward(outputs, grads), message, error)
 
-    def test_one_cycle(self) -> None:
-        """The scheduler changes momentum unless it is told not to."""
-        scheduler: Any = torch.optim.lr_scheduler.OneCycleLR
-        module = new_module("sgd", lr=LR)
-        scheduler(module.optimizer(), LR, total_steps=9)
-        with pytest.raises(ValueError, match="cycle_momentum=False"):
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_cycles(self, optimizer: str) -> None:
+        """Schedulers that change momentum refuse to be made, unless they are told not to."""
+        of_new = new_module(optimizer, lr=LR)
+        for module in (of_new, copy.deepcopy(of_new)):
+            for scheduler, rates in (("OneCycleLR", (LR, 9)), ("CyclicLR", (LR, 2 * LR))):
+                cycle: Any = getattr(torch.optim.lr_scheduler, scheduler)
+                with pytest.raises(ValueError, match=r"must support momentum .* `cycle_momentum`"):
+                    cycle(module.optimizer(), *rates)
+                cycle(module.optimizer(), *rates, cycle_momentum=False)
+                train(module, new_batches(module, 1))
+
+    def test_momentum(self) -> None:
+        module = new_module("sgd")
+        (group,) = module.optimizer().param_groups
+        assert group["momentum"] == 0  # torch's SGD, which loads the group, reads it
+        group["momentum"] = 0.9
+        message = "param_groups have momentum=0.9, which the update in the backward pass lacks"
+        with pytest.raises(ValueError, match=message):
             train(module, new_batches(module, 1))
-        module = new_module("sgd", lr=LR)
-        scheduler(module.optimizer(), LR, total_steps=9, cycle_momentum=False)
-        train(module, new_batches(module, 1))
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_another_group(self, optimizer: str) -> None:
