@@ -31,12 +31,13 @@ _BOTH = frozenset({"load", "store"})
 KERNELS = {
     # Less than half, as what is the same in all lanes is scalar.
     "adam_float8": Expected(0.45),
-    # Weights and counts are the same in all lanes, so their arithmetic is scalar.
-    "embedding_bag": Expected(0.25),
-    "sum_rows": Expected(0.25),
-    "sgd_rows": Expected(0.25),
-    "adagrad_rows": Expected(0.25),
-    "rowwise_adagrad_rows": Expected(0.25),
+    # Weights and counts are the same in all lanes, so their arithmetic is scalar. In float16, the
+    # scalar copy converts numbers by more arithmetic than vectors do.
+    "embedding_bag": Expected(0.35),
+    "sum_rows": Expected(0.3),
+    "sgd_rows": Expected(0.35),
+    "adagrad_rows": Expected(0.4),
+    "rowwise_adagrad_rows": Expected(0.45),
     # They use vector types; the rest of a width is computed number by number.
     "interaction": Expected(0.7),
     "interaction_backward": Expected(0.7),
@@ -49,7 +50,7 @@ KERNELS = {
     "roi_align_backward_strided": Expected(1, _BOTH),
 }
 _MODULES = [f"{kernel}_{variant}" for kernel, variant in shipped() if kernel in KERNELS]
-_FETCHING = ["embedding_bag", "sum_rows", "sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"]
+_FETCHING = [x for x in _MODULES if x.startswith("embedding_bag") or "_rows_" in x]
 _SCALAR = ["roi_align_taps_f32", "roi_align_taps_f64"]
 """Serial kernels, for which the check must fail."""
 _BUILD = """
@@ -70,6 +71,8 @@ kernel.with_sub_groups = lambda spirv, size: spirv
 _ARITHMETIC = re.compile(
     r"\bv(?:add|sub|mul|div|min|max|sqrt|fn?m(?:add|sub)\d+)([ps])[sd]\s(.*)$", re.MULTILINE
 )
+_FUSED = re.compile(r"\bvfn?m(?:add|sub)\d+([ps])[sd]\s(.*)$", re.MULTILINE)
+"""Multiplications with additions: these sum and update the columns of rows, and nothing else."""
 _BY_LANE = {
     "load": re.compile(r"\bvp?gather\w*"),
     "store": re.compile(r"\bvp?scatter\w*"),
@@ -92,9 +95,9 @@ def disassembled(
     return code
 
 
-def share_of_vectors(code: str) -> float:
+def share_of_vectors(code: str, instructions: re.Pattern[str] = _ARITHMETIC) -> float:
     """The share of whole 64-byte registers among instructions of floating-point arithmetic."""
-    found = _ARITHMETIC.findall(code)
+    found = instructions.findall(code)
     return sum(kind == "p" and "zmm" in operands for kind, operands in found) / len(found)
 
 
@@ -112,7 +115,7 @@ def test_accesses_by_lane(name: str, code: dict[str, str]) -> None:
             assert _BY_LANE_BFLOAT16[access].findall(code[name]) == []
 
 
-@pytest.mark.parametrize("name", [x for x in _MODULES if x.rpartition("_")[0] in _FETCHING])
+@pytest.mark.parametrize("name", _FETCHING)
 def test_rows_are_fetched_ahead(name: str, code: dict[str, str]) -> None:
     """Rows are prefetched by an instruction; a call of a driver's function would cost too much."""
     assert re.search(r"\bprefetcht1\b", code[name])
@@ -129,6 +132,13 @@ class TestVectors:
     @pytest.mark.parametrize("name", _MODULES)
     def test_arithmetic_is_of_whole_vectors(self, name: str, code: dict[str, str]) -> None:
         assert share_of_vectors(code[name]) >= KERNELS[name.rpartition("_")[0]].share
+
+    @pytest.mark.parametrize("name", _FETCHING)
+    def test_each_loop_over_columns_has_whole_vectors(
+        self, name: str, code: dict[str, str]
+    ) -> None:
+        """Each sum of the scalar copy has at least one instruction of whole vectors beside it."""
+        assert share_of_vectors(code[name], _FUSED) >= 0.5
 
     @pytest.mark.parametrize("name", _SCALAR)
     def test_a_serial_kernel_has_none(self, name: str, code: dict[str, str]) -> None:
