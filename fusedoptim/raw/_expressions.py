@@ -50,6 +50,14 @@ class NewOutput(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
+class _Signature(Signature):
+    """The parameters of a generated kernel, whose errors name them as the caller did."""
+
+    def what(self, i: int) -> str:
+        name = self.parameters[i].name.removesuffix(_parameters.MEMORY)
+        return f"{self._kernel}: argument {name!r}"
+
+
 class GeneratedKernel(RawKernel):
     """A kernel whose source tells which group it is, so a launch may be cut into parts."""
 
@@ -68,7 +76,7 @@ class GeneratedKernel(RawKernel):
         return GeneratedKernel, (self._module, self.name, self._parameters, self._traits)
 
     def _find(self) -> Signature:
-        self._signature = Signature(self.name, self._parameters)
+        self._signature = _Signature(self.name, self._parameters)
         return self._signature
 
 

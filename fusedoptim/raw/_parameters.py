@@ -82,6 +82,10 @@ static inline ushort to_half(float value) {
 """
 
 
+MEMORY = "_memory_"
+"""What the name of a tensor ends with in the kernel, where its own is that of an element."""
+
+
 class Param(NamedTuple):
     """A declared parameter."""
 
@@ -116,7 +120,7 @@ class Operand(NamedTuple):
     @property
     def c_name(self) -> str:
         """The name of the kernel's parameter in C."""
-        return f"{self.param.name}_memory_" if self.is_element else self.param.name
+        return f"{self.param.name}{MEMORY}" if self.is_element else self.param.name
 
     def parameter(self, const: bool) -> Parameter:
         """The kernel's parameter."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedoptim.raw import ElementwiseKernel, KernelCompileError, ReductionKernel
 from tests.fusedoptim.helpers import assert_within
@@ -432,6 +433,20 @@ class TestBadInput:
             difference(x, x.to("meta"))
         with pytest.raises(RuntimeError, match="on meta"):
             difference(x.to("meta"), x.to("meta"))
+
+    def test_arguments_have_the_callers_names(self) -> None:
+        x = torch.ones(3)
+        power = ElementwiseKernel("T x, int32 m, raw T y", "T z", "z = x * m + y[0]", "power")
+        with pytest.raises(ValueError, match=r"^power: argument 'x': memory holds the negatives"):
+            power(torch._neg_view(x), 2, x)
+        with pytest.raises(OverflowError, match=r"^power: argument 'm': \d+ is not in int32's"):
+            power(x, 2**40, x)
+        with pytest.raises(ValueError, match=r"^power: argument 'y': .* is not contiguous"):
+            power(x, 2, torch.ones(6)[::2])
+        with FakeTensorMode():
+            fake = torch.ones(3)
+        with pytest.raises(TypeError, match=r"^power: argument 'z': .* has no memory of its own"):
+            power(x, 2, x, fake)
 
     def test_operation(self) -> None:
         broken = ElementwiseKernel("T x", "T y", "y = x;\ny += unknown")
