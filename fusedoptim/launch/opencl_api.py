@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +52,8 @@ class OpenCL:
 
     def make(self, function: str, *arguments: Any) -> ctypes.c_void_p:
         """Call a function that returns a handle, and raise if its last argument says it failed."""
+        if not is_forked():  # in a child there is no driver
+            Owned.release_ended()
         status = ctypes.c_int()
         call = self._library[function]
         call.restype = Handle
@@ -92,13 +97,31 @@ def failure(status: int, function: str) -> str:
 
 
 class Owned:
-    """Something that the driver has made, released with this object."""
+    """Something that the driver has made, released after this object has ended."""
 
     def __init__(self, handle: ctypes.c_void_p, release: Callable[[ctypes.c_void_p], int]) -> None:
         self.handle = handle
         self._release = release
 
     def __del__(self) -> None:
-        # In a forked child there is no driver. At exit, Python may have cleared this module.
-        if is_forked is not None and hasattr(self, "_release") and not is_forked():
-            self._release(self.handle)
+        if _ended is not None and hasattr(self, "_release"):  # at exit, modules are cleared
+            _ended.append(self)
+
+    @staticmethod
+    def release_ended() -> None:
+        """Release what has ended and nothing uses.
+
+        The garbage collector finalizes all objects of a cycle, in any order, before it frees any.
+        So after this class's ``__del__``, that of another object may still launch the kernel.
+        """
+        alone = object()
+        with contextlib.suppress(IndexError):  # other threads take from it too
+            for _ in range(len(_ended)):
+                owned = _ended.popleft()
+                if sys.getrefcount(owned) > sys.getrefcount(alone):
+                    _ended.append(owned)
+                else:
+                    owned._release(owned.handle)
+
+
+_ended: collections.deque[Owned] = collections.deque()

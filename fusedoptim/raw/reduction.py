@@ -427,7 +427,7 @@ def _results_of_group(n: int, count: int, chunks: int, device: torch.device) -> 
 
 
 def _axes(kernel: str, axis: int | tuple[int, ...] | None, dims: int) -> list[int]:
-    """The dimensions that are reduced, counted from 0."""
+    """The dimensions that are reduced, in ascending order, in which ``i`` counts."""
     given = range(dims) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     for one in given:
         if not -dims <= one < dims:
@@ -435,4 +435,4 @@ def _axes(kernel: str, axis: int | tuple[int, ...] | None, dims: int) -> list[in
     axes = [one % dims for one in given]
     if len(set(axes)) < len(axes):
         raise ValueError(f"{kernel}: axis={axis!r} names a dimension twice")
-    return axes
+    return sorted(axes)

@@ -154,6 +154,15 @@ def test_index_mean_and_two_outputs() -> None:
     assert (mean.item(), scaled.item(), scaled.dtype) == (3.5, 280.0, torch.float64)
 
 
+def test_index_over_several_dimensions() -> None:
+    """It counts in the order of the dimensions, whatever the order of ``axis``, as CuPy's does."""
+    weighted = ReductionKernel("T x", "float64 y", "x * i", "a + b", "y = a", "0", "weighted")
+    x = torch.randint(-9, 9, (3, 5, 4), dtype=torch.int32)
+    expected = (x.transpose(0, 1).flatten(1) * torch.arange(12)).sum(1).double()
+    assert torch.equal(weighted(x, axis=(0, 2)), expected)
+    assert torch.equal(weighted(x, axis=(-1, 0)), expected)
+
+
 def test_number_has_a_sign_and_return_keeps_the_outputs() -> None:
     x = torch.arange(-10, 0, dtype=torch.int32)
     mean = ReductionKernel("T x", "T y", "x", "a + b", "y = a / n", "0", "mean")

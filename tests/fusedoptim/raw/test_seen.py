@@ -142,6 +142,31 @@ def test_a_kernel_that_outlives_the_package() -> None:
         from fusedoptim.raw import RawKernel
         kernel = RawKernel("kernel void f(global float *x) { x[0] = 1; }")
         kernel(1, 1, (torch.zeros(1),))
-        opencl_api.is_forked = None
+        opencl_api._ended = None
     """)
     assert done.stderr == ""
+
+
+def test_a_launch_while_a_cycle_is_collected() -> None:
+    """Python finalizes its objects in any order, so maybe the kernel's before the user's."""
+    done = run_script("""
+        import gc
+        import torch
+        from fusedoptim.raw import RawKernel
+
+        class User:
+            def __init__(self, n):
+                code = f"kernel void f{n}(global int *x) {{ x[get_global_id(0)] += 1; }}"
+                self.kernel, self.itself = RawKernel(code), self
+                self.kernel(300_000, None, (torch.zeros(300_000, dtype=torch.int32),))
+
+            def __del__(self):
+                x = torch.zeros(3, dtype=torch.int32)
+                self.kernel(3, None, (x,))
+                print(x.sum().item())
+
+        for n in range(20):
+            User(n)
+            gc.collect()
+    """)
+    assert done.stdout.split() == ["3"] * 20, done.stderr
