@@ -241,9 +241,9 @@ class Fold:
         self._requires_grad = {name: p.requires_grad for name, p in folds.items()}
         norm._parameters.clear()
         norm._buffers.clear()
-        # A BatchNorm1d normalizes dimension 1: the folded one only with this number of dimensions.
-        dimensions = 2 if isinstance(feeder, nn.Linear) else 3
-        stand_in(norm, FoldedBatchNorm, dimensions if isinstance(norm, nn.BatchNorm1d) else 0)
+        # A batch of the feeder's outputs has as many dimensions as the weight. With others, a
+        # BatchNorm1d would normalize other channels, and the other classes raise.
+        stand_in(norm, FoldedBatchNorm, feeder.weight.dim())
         self._is_done = True
         self._coming = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from transforms.rewrites import plain_tensors
 from transforms.rewrites.exchanged_class import become
@@ -37,7 +37,7 @@ class FoldedBatchNorm(nn.Identity):
     _version = 2  # of the checkpoint format, as for BatchNorm
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        """Return ``input``; raise RuntimeError in training mode, or for other dimensions."""
+        """Return ``input``; raise in training mode, or for another number of dimensions."""
         if self.training:
             raise RuntimeError(
                 "this BatchNorm was folded for inference, but is in training mode: call "
@@ -46,8 +46,16 @@ class FoldedBatchNorm(nn.Identity):
             )
         # Not annotated in the class: TorchScript cannot read an annotation that is a string.
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
-        # A torch.fx proxy is not a Tensor and has no number of dimensions.
-        if expected > 0 and isinstance(input, Tensor) and input.dim() != expected:
+        # A torch.fx proxy has no number of dimensions. TorchScript cannot compile its class, and
+        # takes words after the next line's comment for code.
+        is_traced = False
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            is_traced = isinstance(input, fx.Proxy)
+        if not is_traced and input.dim() != expected:
+            if expected > 3 or input.dim() not in (2, 3):  # no BatchNorm takes it either
+                raise ValueError(
+                    f"expected {expected}D input (got {input.dim()}D input): pass a batch"
+                )
             raise RuntimeError(
                 "a BatchNorm1d was folded into the module before it for inputs of "
                 f"{expected} dimensions, but this input has {input.dim()}, with its channels in "
@@ -68,7 +76,7 @@ class FoldedBatchNorm(nn.Identity):
 
 
 def stand_in(module: nn.Module, kind: type[nn.Identity], dimensions: int = 0) -> None:
-    """Replace the module's class; inputs must have ``dimensions`` dimensions, if that is not 0."""
+    """Replace the module's class; a FoldedBatchNorm takes inputs of ``dimensions`` dimensions."""
     vars(module)[_CLASS] = type(module)
     vars(module)[_DIMENSIONS] = dimensions
     become(module, kind)

@@ -63,6 +63,17 @@ def test_linear_and_a_norm_over_another_dimension() -> None:
     assert torch.equal(fold(model, linear_bn_folding=False)[0](x), model(x))
 
 
+@pytest.mark.parametrize("name", [n for n, (_, shape) in FOLDED.items() if len(shape) != 3])
+def test_input_without_a_batch(name: str) -> None:
+    """The module before the norm takes it, and the plain norm refuses it."""
+    make, (_, *shape) = FOLDED[name]
+    model = randomise(nn.Sequential(*make()))
+    optimized, x = fold(model)[0], torch.randn(shape)
+    for each in (model, optimized):
+        with pytest.raises(ValueError, match=f"got {x.dim()}D input"):
+            each(x)
+
+
 OTHER_DIMENSION: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "linear, 1d": (lambda: [nn.Linear(8, 8), nn.BatchNorm1d(5)], (7, 5, 8)),
     "linear, 2d": (lambda: [nn.Linear(8, 8), nn.BatchNorm2d(8)], (7, 8, 8, 8)),

@@ -163,11 +163,20 @@ def test_computes_what_the_plain_model_does(make: Callable[[], nn.Module]) -> No
             assert torch.equal(x, given)
 
 
-def test_norms_and_dropouts_between_are_looked_through() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(), nn.SiLU())
+NORMALIZED: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(512, 8), nn.BatchNorm1d, (257, 512)),
+    "conv1d": (lambda: nn.Conv1d(3, 8, 11), nn.BatchNorm1d, (2, 3, 43)),
+    "conv2d": (lambda: nn.Conv2d(3, 8, 3), nn.BatchNorm2d, (2, 3, 9, 9)),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_norms_and_dropouts_between_are_looked_through(name: str) -> None:
+    make, norm, shape = NORMALIZED[name]
+    model = nn.Sequential(make(), norm(8), nn.Dropout(), nn.SiLU())
     ours = fused(model)
     assert [entry.what for entry in transforms.report(ours).done(KNOB)] == ["applied by 0"]
-    x = torch.randn(2, 3, 9, 9)
+    x = torch.randn(shape)
     with torch.no_grad():
         torch.testing.assert_close(ours(x), model(x))
 
