@@ -146,7 +146,8 @@ def optimize(
             output are compared, also in attributes of objects, except those that change from call
             to call; of integers, one in a hundred may change. The report has the largest error
             after each pass, and after the cast to ``dtype``, which is not undone. The model is also
-            timed with it in both layouts, and before and after packing; the report has these times.
+            timed with it: in both layouts, and plain, after each pass that changed something, and
+            before packing. The report has these times.
             After these calls, buffers are put back, and so are numbers, text, tensors, lists, dicts
             and sets in attributes of modules. Other changes that ``forward`` makes remain.
 
@@ -238,12 +239,13 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
     latest: float | None = None  # the time of the model in its present state, if known
     for must_pay, group in itertools.groupby(chosen, key=lambda each: each.must_pay):
         if must_pay and comparison is not None:
-            entries, latest = _run_and_time(list(group), job, comparison, times, errors)
+            entries, latest = _run_and_time(list(group), job, latest, comparison, times, errors)
             done |= entries
             continue
         for each in group:
             done[each.knob] = _run_one(each, job, comparison, errors)
-            latest = None
+            if times and any(entry.done for entry in done[each.knob]):
+                latest = times[f"with {each.knob}"] = _seconds(job)
             if comparison is not None and each.knob == DTYPE:  # later passes keep the cast outputs
                 plain = comparison
                 comparison = Comparison(job.model, job.sample_input, job.options.dtype)
@@ -259,19 +261,21 @@ def _run(passes: Sequence[Pass], job: Job) -> Report:
 def _run_and_time(
     passes: Sequence[Pass],
     job: Job,
+    before: float | None,
     comparison: Comparison,
     times: dict[str, float],
     errors: dict[str, float],
 ) -> tuple[dict[str, Sequence[Entry]], float]:
     """Run passes; undo all if they do not pay together and the call asks for none by name.
 
-    If other load has slowed the machine meanwhile, they have a second chance.
+    If other load has slowed the machine meanwhile, they have a second chance. ``before`` is the
+    time of the model without them, if known.
 
     Returns:
         their entries, and the time of the resulting model.
     """
     names = " and ".join(each.knob for each in passes)
-    before = _seconds(job)
+    before = _seconds(job) if before is None else before
     for _ in range(2):
         times[f"before {names}"] = before
         undo = job.undo.nested()

@@ -63,7 +63,8 @@ class Report(NamedTuple):
     """Whether ``finalize`` has freed that memory."""
     seconds: Mapping[str, float] = {}
     """With a ``sample_input`` for inference: the seconds of a forward pass with it, of the plain
-    model, before and with passes that must pay, and of the optimized model."""
+    model, of the model after each pass that changed something ("with conv_bn_folding"), before and
+    after the passes that must pay, and of the optimized model."""
     errors: Mapping[str, float] = {}
     """With a ``sample_input`` for inference: how far the output was from the plain model's after a
     pass, for each whose effect was compared. It is the largest difference, divided by the largest
