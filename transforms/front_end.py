@@ -69,6 +69,7 @@ def optimize(
     weights_prepack: bool | None = None,
     fuse: bool | None = None,
     graph_mode: bool | None = None,
+    fold_constants: bool | None = None,
     sample_input: Any = None,
 ) -> Any:
     """Rewrite a model for inference, or a model and its optimizer for training.
@@ -134,12 +135,15 @@ def optimize(
         fuse: in eval mode, let convolutions and Linears with packed weights apply the activation
             after them, if nothing else uses their output in calls of the model: GELU, SiLU,
             hardswish, sigmoid, tanh and LeakyReLU in oneDNN; ReLU, ReLU6, Hardtanh and hardsigmoid
-            in place.
+            in place. With ``graph_mode``, False also keeps products from applying functions and
+            additions, and the graph out of C++.
         graph_mode: in eval mode, capture the model with ``torch.compile`` and compute it by one
             plan of calls, as the backend :func:`transforms.graph_backend` does. The first call, and
             the first with other shapes or another gradient mode, takes seconds. Copies and pickles
             of the model compute without it. Off at both levels. With a ``sample_input`` the model
             is called once, and the report says what was captured.
+        fold_constants: with ``graph_mode``, compute once what depends only on parameters and
+            buffers, which is the default. False keeps packed and folded weights only.
         sample_input: in eval mode, a tensor, a tuple of arguments or a dict of keyword arguments.
             The model is called with it before and after folding and dropping. A pass that changes
             the output by more than rounding is undone, and the report says so. All tensors in the
@@ -204,7 +208,7 @@ def optimize(
     check_model(model)
     check_knobs(level, dtype, inplace, knobs)
     passes = TRAINING if model.training else INFERENCE
-    defaults = {each.knob: each.default(level) for each in passes}
+    defaults = {name: each.default(level) for each in passes for name in (each.knob, *each.parts)}
     options = resolve(dtype, knobs, defaults, model.training)
     check_pair(model, optimizer)
     if optimizer is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from transforms.graph.lowering import Parts
 from transforms.graph.operators import records_gradients, value
 from transforms.graph.plan import Plan
 from transforms.graph.products import absent_operators, may_crash
@@ -66,7 +67,7 @@ def graph_backend(
     if absent is not None:
         warnings.warn(f"the backend 'fusedoptim' does nothing: {absent}", stacklevel=2)
         return graph.forward
-    return plan(graph, example_inputs) or graph.forward
+    return plan(graph, example_inputs, Parts()) or graph.forward
 
 
 def why_absent() -> str | None:
@@ -74,7 +75,7 @@ def why_absent() -> str | None:
     return difference([*missing_operators(), *absent_operators()])
 
 
-def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
+def plan(graph: GraphModule, example_inputs: Sequence[Any], parts: Parts) -> Plan | None:
     """A plan for a captured graph; None if the graph has to run unchanged."""
     nodes = graph.graph.nodes
     if any(records_gradients(node) or _is_unsized(node) or may_crash(node) for node in nodes):
@@ -91,7 +92,7 @@ def plan(graph: GraphModule, example_inputs: Sequence[Any]) -> Plan | None:
         if _is_owned(node) and can_be_source(given)
     ]
     _detach_unnoticed(graph)
-    return Plan(graph, sources)
+    return Plan(graph, sources, parts)
 
 
 def _detach_unnoticed(graph: GraphModule) -> None:

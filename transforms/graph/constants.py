@@ -17,12 +17,13 @@ _MOST_BYTES = 1 << 24
 """The most bytes of a constant that is not a weight: a larger one is not worth its memory."""
 
 
-def constant_nodes(graph: Graph, sources: Iterable[Node]) -> set[Node]:
+def constant_nodes(graph: Graph, sources: Iterable[Node], folds: bool) -> set[Node]:
     """The nodes that depend on sources and literals only, and that nothing writes into.
 
     Args:
         graph: the graph.
         sources: the placeholders that are parameters and buffers.
+        folds: False for sources and results of our own functions only.
     """
     of = roots(graph)
     writable = written_roots(graph, of)
@@ -32,7 +33,8 @@ def constant_nodes(graph: Graph, sources: Iterable[Node]) -> set[Node]:
         if not node.op.startswith("call") or of[node] & writable:
             continue
         # A context such as autocast may change what any function but ours computes.
-        if not operators.is_own(node) and (has_contexts or not _is_small(node)):
+        may_fold = folds and not has_contexts and _is_small(node)
+        if not (operators.is_own(node) or may_fold):
             continue
         if is_pure(node) and all(each in found for each in node.all_input_nodes):
             found.add(node)

@@ -50,6 +50,15 @@ class Counts(NamedTuple):
     """Lookups that became simpler ones."""
 
 
+class Parts(NamedTuple):
+    """Which optional parts of lowering are done."""
+
+    fuses: bool = True
+    """Whether products apply activations and additions."""
+    folds_constants: bool = True
+    """Whether other constants are kept than packed, cast and folded weights and biases."""
+
+
 class Lowered(NamedTuple):
     """A graph that takes its constants as arguments, after those of the captured graph."""
 
@@ -67,6 +76,7 @@ class Simplified(NamedTuple):
     graph: Graph
     constants: set[Node]
     folded: int
+    fuses: bool
 
     @property
     def products(self) -> list[Product]:
@@ -74,13 +84,14 @@ class Simplified(NamedTuple):
         return products(self.graph, self.constants)
 
 
-def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
+def simplified(graph: Graph, sources: Sequence[int], folds: bool, parts: Parts) -> Simplified:
     """Copy a captured graph without Dropouts, with BatchNorms folded, and with few writes.
 
     Args:
         graph: the graph that dynamo captured.
         sources: which arguments are parameters and buffers.
         folds: whether BatchNorms are folded.
+        parts: what else is done.
     """
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
@@ -88,9 +99,9 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool) -> Simplified:
     drop_casts(copy)
     purify(copy)
     placeholders = [node for node in copy.nodes if node.op == "placeholder"]
-    constants = constant_nodes(copy, [placeholders[i] for i in sources])
+    constants = constant_nodes(copy, [placeholders[i] for i in sources], parts.folds_constants)
     folded = fold_batch_norms(copy, constants) if folds else 0
-    return Simplified(copy, constants, folded)
+    return Simplified(copy, constants, folded, parts.fuses)
 
 
 def lowered(
@@ -116,7 +127,7 @@ def lowered(
         compare(graph, compared)
     before = given.products
     has_convolutions = any(each.is_convolution for each in before)
-    packing = _Packing(graph, constants, layouts, is_finite)
+    packing = _Packing(given, layouts, is_finite)
     for node in [each.node for each in before]:
         current = product(node, constants)  # read again: its input may have been replaced
         if current is not None and packs:
@@ -155,12 +166,11 @@ def _stands_for(node: Node, target: Node, layouts: Layouts) -> bool:
 class _Packing:
     """Replaces products, and what follows them, by oneDNN's operators."""
 
-    def __init__(
-        self, graph: Graph, constants: set[Node], layouts: Layouts | None, is_finite: bool
-    ) -> None:
+    def __init__(self, given: Simplified, layouts: Layouts | None, is_finite: bool) -> None:
         self._is_finite = is_finite
-        self._graph = graph
-        self._constants = constants
+        self._graph = given.graph
+        self._constants = given.constants
+        self._fuses = given.fuses
         self._layouts = layouts
         self._packed = self._activations = self._additions = 0
 
@@ -214,8 +224,8 @@ class _Packing:
         return x, weight, bias
 
     def _user(self, node: Node, of: Product) -> Node | None:
-        """The only function that uses a product or its sum, if its result has the same layout."""
-        if len(node.users) != 1:
+        """The only function that uses a product or its sum, if it may become part of it."""
+        if not self._fuses or len(node.users) != 1:
             return None
         (user,) = node.users
         if not is_tensor(user) or value(user).dtype != of.dtype or is_writing(user):

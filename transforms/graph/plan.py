@@ -13,7 +13,7 @@ from transforms.graph.aliases import roots, written_roots
 from transforms.graph.batch_norms import NotFinite
 from transforms.graph.bounds import are_as_assumed, values_to_compare
 from transforms.graph.constants import Evaluator, Numbering, computed, inputs_of, positions
-from transforms.graph.lowering import Counts, Lowered, Simplified, lowered, simplified
+from transforms.graph.lowering import Counts, Lowered, Parts, Simplified, lowered, simplified
 from transforms.graph.operators import is_own
 from transforms.graph.recording import Layouts, Recorder
 from transforms.graph.script import Script, can_be_scripted, script
@@ -68,13 +68,14 @@ class Plan:
     a parameter may be written to unnoticed, and under ``torch.func``.
     """
 
-    def __init__(self, captured: GraphModule, sources: Sequence[int]) -> None:
+    def __init__(self, captured: GraphModule, sources: Sequence[int], parts: Parts) -> None:
         self._captured = captured
+        self._parts = parts
         self._plain: Callable[..., Any] = captured.forward
         self._sources = list(sources)
         self._folds = True
         """Whether BatchNorms are folded, as they are until a folded value is infinite."""
-        self._examines = True
+        self._examines = parts.fuses
         """Whether values are shown to be finite, as they are until one exceeds its bound."""
         self._numbering = Numbering()
         self._kept: _Kept | None = None
@@ -98,7 +99,7 @@ class Plan:
 
     def _simplified(self) -> Simplified:
         """A copy of the captured graph, which lowering uses up."""
-        return simplified(self._captured.graph, self._sources, self._folds)
+        return simplified(self._captured.graph, self._sources, self._folds, self._parts)
 
     def _prepare(self) -> None:
         """Lower the graph for inputs of any shape; a variant for one shape may follow later."""
@@ -212,7 +213,8 @@ class Plan:
             kept.calls += 1
             return None
         self._patience = 2 * self._patience + 2
-        found = None if self._written else self._compiled(laid_out, args)
+        is_scripted = self._parts.fuses and not self._written  # oneDNN Graph fuses
+        found = self._compiled(laid_out, args) if is_scripted else None
         kept.scripts[variant] = found
         return found
 

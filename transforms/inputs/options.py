@@ -9,6 +9,7 @@ import torch
 
 LEVELS = ("O0", "O1")
 DTYPE, FUSE_STEP, SPLIT = "dtype", "fuse_update_step", "split_master_weight_for_bf16"
+FUSE, FOLD_CONSTANTS, GRAPH_MODE = "fuse", "fold_constants", "graph_mode"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,6 +22,8 @@ class Options(NamedTuple):
     """for each knob, by name, whether its pass runs."""
     explicit: frozenset[str]
     """knobs that the call itself turned on."""
+    refused: frozenset[str] = frozenset()
+    """knobs that the call itself turned off."""
 
 
 def check_knobs(level: str, dtype: Any, inplace: Any, knobs: Mapping[str, Any]) -> None:
@@ -69,7 +72,13 @@ def resolve(
         if low is None and not knobs[SPLIT]:  # the level's default is for bfloat16
             chosen[SPLIT] = False
         _check_training(low, chosen)
-    return Options(low, chosen, frozenset(name for name in chosen if given.get(name)))
+    elif chosen[FOLD_CONSTANTS] and not chosen[GRAPH_MODE]:
+        raise ValueError(
+            f"{FOLD_CONSTANTS}=True needs {GRAPH_MODE}=True: without it, constants are code of "
+            "forward, which is not rewritten"
+        )
+    explicit = frozenset(name for name in chosen if given.get(name))
+    return Options(low, chosen, explicit, frozenset(name for name in given if not given[name]))
 
 
 def _check_training(dtype: torch.dtype | None, chosen: Mapping[str, bool]) -> None:

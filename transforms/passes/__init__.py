@@ -48,5 +48,6 @@ TRAINING: Sequence[Pass] = (
 )
 """For a model and its optimizer: FuseStep first, as it may raise; SplitWeights last, so that
 halves copy the layout of the weights."""
-KNOBS = {each.knob for each in (*INFERENCE, *TRAINING)} - {Cast.knob}
+_ALL = (*INFERENCE, *TRAINING)
+KNOBS = {name for each in _ALL for name in (each.knob, *each.parts)} - {Cast.knob}
 """The arguments of :func:`transforms.optimize` that are True, False or None."""

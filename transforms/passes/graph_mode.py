@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transforms.graph import backend
+from transforms.graph.lowering import Parts
 from transforms.graph.plan import Plan
+from transforms.inputs.options import FOLD_CONSTANTS, FUSE, GRAPH_MODE
 from transforms.inputs.sample import caller, trial
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
@@ -27,7 +29,8 @@ class GraphMode(Pass):
     the first call; with a sample input, the pass makes that call.
     """
 
-    knob = "graph_mode"
+    knob = GRAPH_MODE
+    parts = (FOLD_CONSTANTS,)
     keeps_outputs = True
 
     def default(self, level: str) -> bool:
@@ -43,7 +46,8 @@ class GraphMode(Pass):
         if compiled_call.is_entered(model):
             return []
         was_lost = compiled_call.is_lost(model)
-        listener = _Listener()
+        refused = job.options.refused
+        listener = _Listener(Parts(FUSE not in refused, FOLD_CONSTANTS not in refused))
         job.undo.callback(compiled_call.leave, model)
         compiled_call.enter(model, listener, listener.forget)
         if job.sample_input is None:
@@ -64,12 +68,14 @@ class _Listener:
 
     __name__ = "fusedoptim"
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._plans: list[Plan] | None = None
         self._all: weakref.WeakSet[Plan] = weakref.WeakSet()
 
     def __call__(self, graph: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = backend.graph_backend(graph, example_inputs)
+        result: Callable[..., Any]
+        result = backend.plan(graph, example_inputs, self._parts) or graph.forward
         if isinstance(result, Plan):
             self._all.add(result)
             if self._plans is not None:

@@ -38,6 +38,8 @@ class Pass:
 
     knob: str
     """The argument of :func:`transforms.optimize` that controls it, and its name in the report."""
+    parts: ClassVar[Sequence[str]] = ()
+    """Further such arguments, which turn parts of the pass off; they have no row in the report."""
     keeps_outputs: ClassVar[bool] = False
     """Whether the model's outputs stay the same, up to rounding; checked with a sample input."""
 

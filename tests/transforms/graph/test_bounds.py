@@ -17,7 +17,6 @@ from tests.transforms.graph.test_numerics import PRODUCTS, Activated, images
 from tests.transforms.helpers import assert_right, exactly, needs_bfloat16_products, randomise
 from transforms.graph import bounds
 from transforms.graph.constants import Evaluator
-from transforms.graph.lowering import simplified
 from transforms.graph.plan import Plan
 
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -266,7 +265,7 @@ def bounded(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> int
     monkeypatch.setattr(Plan, "_examined", lambda plan, args: seen.append((plan, args)))
     Compiled(model)(x)
     (plan, args), *_ = seen
-    given = simplified(plan._captured.graph, plan._sources, folds=True)
+    given = plan._simplified()
     rules = bounds._Rules(given.constants, Evaluator(given.graph, args).evaluate)
     count = 0
 

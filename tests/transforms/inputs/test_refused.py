@@ -34,6 +34,7 @@ def test_signature() -> None:
             "weights_prepack",
             "fuse",
             "graph_mode",
+            "fold_constants",
         ),
         "sample_input",
     ]
@@ -169,6 +170,11 @@ def test_what_is_parametrized_later(rewrite: Callable[[nn.Module], Any]) -> None
 def test_inplace_of_another_type(inplace: Any) -> None:
     with pytest.raises(TypeError, match=f"inplace={inplace!r} is not True or False"):
         transforms.optimize(_eval(), inplace=inplace)
+
+
+def test_part_of_graph_mode_without_it() -> None:
+    with pytest.raises(ValueError, match="fold_constants=True needs graph_mode=True"):
+        transforms.optimize(_eval(), fold_constants=True)
 
 
 _BF16 = {"dtype": torch.bfloat16}

@@ -71,6 +71,38 @@ def test_right_reported_and_restored(dtype: torch.dtype | None) -> None:
     assert ours._compiled_call_impl is None
 
 
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize(
+    ("part", "done"),
+    [
+        ("fuse", "products packed: 3, results in place: 2, constants kept: 4"),
+        (
+            "fold_constants",
+            "products packed: 3, activations fused: 1, results in place: 4, constants kept: 3",
+        ),
+    ],
+)
+def test_without_a_part(part: str, done: str, level: str) -> None:
+    model, x = randomise(Encoder()), torch.randn(3, 31, 96)
+    options = {"level": level, "graph_mode": True, "sample_input": x, part: False}
+    ours = transforms.optimize(model, **options)
+    assert transforms.report(ours).done(KNOB)[0].what == f"1 graph; {done}"
+    for _ in range(2):
+        assert_right(ours, exactly(model, x), x)
+
+
+def test_convolutions_without_fusing() -> None:
+    """oneDNN Graph would fuse too, so nothing is computed in C++."""
+    model, x = randomise(Residual()).to(memory_format=LAST), images()
+    ours = transforms.optimize(model, graph_mode=True, fuse=False, sample_input=x)
+    (entry,) = transforms.report(ours).done(KNOB)
+    assert "products packed: 4" in entry.what
+    assert "fused" not in entry.what
+    for _ in range(3):
+        assert_right(ours, model, x)
+    assert not any(each for plan in _plans() for each in plan._kept.scripts.values())
+
+
 @pytest.mark.parametrize("make", [Squeezed, Encoder])
 def test_alone(make: type[nn.Module]) -> None:
     model = randomise(make())
@@ -362,11 +394,16 @@ print("transforms.graph.plan" in sys.modules, type(model.weight).__name__)
     assert sys.modules["transforms.graph.backend"].graph_backend is transforms.graph_backend
 
 
-def _kept_tensors() -> int:
-    """The packed weights and other constants of all plans."""
+def _plans() -> list[Any]:
+    """All plans that keep constants."""
     gc.collect()
     plans = [each for each in gc.get_objects() if type(each) is Plan]
-    return sum(len(each._kept.values) for each in plans if each._kept is not None)
+    return [each for each in plans if each._kept is not None]
+
+
+def _kept_tensors() -> int:
+    """The packed weights and other constants of all plans."""
+    return sum(len(each._kept.values) for each in _plans())
 
 
 @pytest.mark.parametrize("end", ["restored", "deleted"])
