@@ -19,7 +19,7 @@ from fusedoptim.launch.pipeline import Stage
 from fusedoptim.step.dense import DenseRows
 from fusedoptim.step.rows import Rows, Update
 from fusedoptim.step.scalars import Settings
-from fusedoptim.step.sharding import MeshSum
+from fusedoptim.step.sharding import FINGERPRINT, MeshSum
 from fusedoptim.step.tensors import State
 
 
@@ -118,16 +118,16 @@ class _Reduction:
         self._own = [
             part for part, rows in zip(self._parts, parts) if over_mesh.contributes(rows.spread)
         ]
-        # A row for each parameter, and one that compares the parameters of all processes.
-        self._values = torch.zeros(len(place) + 1, width, dtype=over_mesh.dtype, device=device)
-        self._fingerprint = self._values[-1, 0]
+        numel = len(place) * width
+        self._added_up = torch.zeros(numel + FINGERPRINT, dtype=over_mesh.dtype, device=device)
+        self._values = self._added_up[:numel].view(len(place), width)
         self._works: list[Any] = []
 
     def agree(self, agreed: set[tuple[Any, int]]) -> None:
         """See :meth:`JointUpdate.agree`."""
-        key = self._sum.mesh, self._values.nbytes
+        key = self._sum.mesh, self._added_up.nbytes
         if key not in agreed:
-            self._sum.check_same_size(self._values.nbytes)
+            self._sum.check_same_size(self._added_up.nbytes)
             agreed.add(key)
 
     def begin(self) -> None:
@@ -138,12 +138,12 @@ class _Reduction:
         """Add up the sums, where the kernels that follow read them."""
         if not self._works:  # else an interrupt came after the collective was started
             self._values.zero_()
-            self._fingerprint.fill_(self._sum.fingerprint)
+            self._sum.sign(self._added_up)
             for pipeline, places in self._own:
                 sums = pipeline.sums_by_tensor()
                 self._values.index_copy_(0, places, sums.to(self._values))
-        self._sum.add_up(self._values, self._works)
-        self._sum.check_same(self._fingerprint)
+        self._sum.add_up(self._added_up, self._works)
+        self._sum.check_same(self._added_up)
         for pipeline, places in self._parts:
             pipeline.totals.copy_(self._values[places])
         # Events count the stages. A block that waits for the last event waits for the last kernel.

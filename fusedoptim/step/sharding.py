@@ -7,11 +7,11 @@ dimension of a mesh. A step updates the local shard; only norms concern the whol
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import operator
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ from fusedoptim._torch_private import (
 )
 
 _GRAD = operator.attrgetter("grad")
-_FINGERPRINTS = 1000  # so few that float32 adds up those of 16,000 processes exactly
+FINGERPRINT = 8
+"""How many numbers tell parameters apart: bytes, as float32 adds up those of 65,000 processes
+exactly."""
 
 
 def _dtensor_class() -> Any:
@@ -210,9 +212,9 @@ class MeshSum:
         """The dtype of the sums."""
         self.device = local_of(params[0]).device
         """The device of the sums."""
-        shapes = repr([tuple(p.shape) for p in params])
-        self.fingerprint = zlib.crc32(shapes.encode()) % _FINGERPRINTS
-        """A number that differs for other parameters, almost always."""
+        kinds = repr([(tuple(p.shape), p.dtype) for p in params])
+        digest = hashlib.sha256(kinds.encode()).digest()[:FINGERPRINT]
+        self._fingerprint = torch.tensor(list(digest), dtype=torch.float32, device=self.device)
         self._is_checked = False
         self._dims = sorted({dim for p in params for dim in _spread(p).dims})
 
@@ -253,11 +255,19 @@ class MeshSum:
                 "same parameters, before destroy_process_group(); resume from a checkpoint"
             ) from error
 
-    def check_same(self, total: Tensor) -> None:
-        """Raise unless all processes have the same parameters; ``total`` adds up fingerprints."""
+    def sign(self, values: Tensor) -> None:
+        """Write what tells these parameters from others to the last numbers of ``values``."""
+        values[-FINGERPRINT:] = self._fingerprint
+
+    def check_same(self, values: Tensor) -> None:
+        """Raise unless all processes have the same parameters.
+
+        Args:
+            values: the sum of what all of them have signed.
+        """
         if not self._is_checked and self.mesh.get_coordinate() is not None:
             # Only once, as this waits for the device.
-            if total != self.fingerprint * self._count():
+            if not torch.equal(values[-FINGERPRINT:].float(), self._fingerprint * self._count()):
                 raise self._differs()
             self._is_checked = True
 
@@ -341,16 +351,18 @@ def over_meshes(
     """
     whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
     for each in sums:
-        values = torch.zeros(3, dtype=each.dtype, device=each.device)
-        values[2] = each.fingerprint
+        # Of one size on all processes, or gloo ends those that receive more than they ask for.
+        dtype = torch.float64 if each.device.type == "cpu" else each.dtype
+        values = torch.zeros(2 + FINGERPRINT, dtype=dtype, device=each.device)
+        each.sign(values)
         for spread, square in squares:
             if each.contributes(spread):
                 values[0] += square.to(each.device)
         if found_inf is not None:
             values[1] = found_inf
         each.add_up(values, [])
-        each.check_same(values[2])
-        whole.append((None, values[0]))
+        each.check_same(values)
+        whole.append((None, values[0].to(each.dtype)))
         if found_inf is not None:
             found_inf = values[1]
     return whole, found_inf
