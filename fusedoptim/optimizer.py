@@ -39,7 +39,7 @@ from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
 from fusedoptim.step.scalars import CLIP_EPS, TakesScale, common_factor
-from fusedoptim.step.sharding import Spread, is_dtensor, like_param, local_of, over_meshes
+from fusedoptim.step.sharding import Layout, Spread, is_dtensor, like_param, local_of, over_meshes
 from fusedoptim.step.state import numbers_in, restore_state, without_gaps, without_trails
 from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import TRAIL, Group, has_memory, state_dtype
@@ -93,7 +93,7 @@ class FusedOptimizer(UpdateDefinition):
         """Set the attributes that this class adds, in a new object or in one that becomes ours."""
         self._lock = new_lock()
         # Not forgotten with the plans: a process that loads a checkpoint may be the only one.
-        self._agreed: set[tuple[Any, int]] = set()
+        self._agreed: dict[Any, Layout] = {}
         self._forget_plans()
         self.max_grad_norm = max_grad_norm
         vars(self)["split"] = split
@@ -185,6 +185,8 @@ class FusedOptimizer(UpdateDefinition):
             squares, found_inf = over_meshes(mesh_sums, squares, found_inf)
             if found_inf is not None and found_inf:
                 return False
+        if self._plan.joint is not None:  # not before the norms, which others may take first
+            self._plan.joint.agree(self._agreed)
         common: Tensor | None = None
         if grad_scale is not None or self.max_grad_norm is not None:
             own = [square for _, square in squares]
@@ -206,7 +208,7 @@ class FusedOptimizer(UpdateDefinition):
 
     def _forget_plans(self) -> None:
         with self._lock:
-            self._plan = StepPlan(self._agreed)
+            self._plan = StepPlan()
 
     def _check_groups(self) -> None:
         """Raise if there is a parameter or an option for which no step can be taken."""

@@ -19,7 +19,7 @@ from fusedoptim.launch.pipeline import Stage
 from fusedoptim.step.dense import DenseRows
 from fusedoptim.step.rows import Rows, Update
 from fusedoptim.step.scalars import Settings
-from fusedoptim.step.sharding import FINGERPRINT, MeshSum
+from fusedoptim.step.sharding import FINGERPRINT, Layout, MeshSum
 from fusedoptim.step.tensors import State
 
 
@@ -56,17 +56,27 @@ class JointUpdate:
             _Reduction(each, [rows for _, rows in parts if each.includes(rows.spread)], width)
             for each in sums
         ]
+        self._sums = sums
+        self._layouts = {
+            each.mesh: reduction.layout for each, reduction in zip(sums, self._reductions)
+        }
         self.updates: list[tuple[Update, None]] = [(self, None)]
         """See :class:`fusedoptim.step.plan.GroupPlan`."""
 
-    def agree(self, agreed: set[tuple[Any, int]]) -> None:
-        """Raise unless all processes take collectives of the same size; nothing is written.
+    def agree(self, agreed: dict[Any, Layout]) -> None:
+        """Raise unless the processes' next collectives have one layout; nothing is written.
+
+        One process alone may find that its parameters have changed. The others then add up what
+        they agreed on, and it does so too, with a signature that differs from theirs.
 
         Args:
-            agreed: the meshes and sizes, in bytes, on which the processes agreed before.
+            agreed: the layout on each mesh on which the processes agreed last.
         """
-        for reduction in self._reductions:
-            reduction.agree(agreed)
+        if agreed != self._layouts:
+            for each in self._sums:
+                each.agree(agreed.get(each.mesh))
+            agreed.clear()
+            agreed.update(self._layouts)
 
     def prepare(self, settings: Settings, common: Tensor | None) -> Sequence[Stage]:
         """See :class:`fusedoptim.step.rows.Update`."""
@@ -121,14 +131,8 @@ class _Reduction:
         numel = len(place) * width
         self._added_up = torch.zeros(numel + FINGERPRINT, dtype=over_mesh.dtype, device=device)
         self._values = self._added_up[:numel].view(len(place), width)
+        self.layout: Layout = len(self._added_up), self._added_up.dtype
         self._works: list[Any] = []
-
-    def agree(self, agreed: set[tuple[Any, int]]) -> None:
-        """See :meth:`JointUpdate.agree`."""
-        key = self._sum.mesh, self._added_up.nbytes
-        if key not in agreed:
-            self._sum.check_same_size(self._added_up.nbytes)
-            agreed.add(key)
 
     def begin(self) -> None:
         """Forget the last step's collective."""

@@ -215,14 +215,15 @@ class GroupPlan:
 class StepPlan:
     """The plans of all groups."""
 
-    def __init__(self, agreed: set[tuple[Any, int]]) -> None:
-        """Begin without plans; for ``agreed``, which later plans share, see JointUpdate.agree."""
-        self._agreed = agreed
+    def __init__(self) -> None:
+        """Begin without plans."""
         self.groups: list[GroupPlan] = []
         self.all: Sequence[Plan] = []
         """The plans of all updates: of the groups, and of what groups have in common."""
         self.mesh_sums: list[MeshSum] = []
         """Sums over the sharded parameters, for norms of all gradients."""
+        self.joint: JointUpdate | None = None
+        """The update that needs norms of sharded parameters."""
         self._sharded: ShardedGradients | None = None
         """See :attr:`fusedoptim.step.rule.UpdateRule.sharded`."""
         self.state_seen: list[object] | None = None
@@ -336,16 +337,15 @@ class StepPlan:
 
     def _join(self) -> None:
         """Lay out what groups have in common; the same on all processes."""
-        self.all, self.mesh_sums = self.groups, []
+        self.all, self.mesh_sums, self.joint = self.groups, [], None
         if self._sharded is not None:
             params = self._sharded.params
             self.mesh_sums = mesh_sums(params, list(map(_arithmetic, params)))
             sums = {p: width for plan in self.groups for p, width in plan.sums.items() if width}
             over_norms = mesh_sums(list(sums), list(map(_arithmetic, sums)))
             if over_norms:
-                joint = JointUpdate(self.groups, over_norms, max(sums.values()))
-                joint.agree(self._agreed)
-                self.all = [joint, *map(LateUpdates, self.groups)]
+                self.joint = JointUpdate(self.groups, over_norms, max(sums.values()))
+                self.all = [self.joint, *map(LateUpdates, self.groups)]
         self._joined = self.groups.copy()
 
 

@@ -13,7 +13,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ _GRAD = operator.attrgetter("grad")
 FINGERPRINT = 8
 """How many numbers tell parameters apart: bytes, as float32 adds up those of 65,000 processes
 exactly."""
+Layout: TypeAlias = tuple[int, torch.dtype]
+"""The number of values that are added up, and their dtype."""
 
 
 def _dtensor_class() -> Any:
@@ -215,8 +217,10 @@ class MeshSum:
         kinds = repr([(tuple(p.shape), p.dtype) for p in params])
         digest = hashlib.sha256(kinds.encode()).digest()[:FINGERPRINT]
         self._fingerprint = torch.tensor(list(digest), dtype=torch.float32, device=self.device)
-        self._is_checked = False
         self._dims = sorted({dim for p in params for dim in _spread(p).dims})
+        count = 1 if mesh.get_coordinate() is None else math.prod(map(mesh.size, self._dims))
+        self._expected = self._fingerprint * count
+        self._is_checked = False
 
     def includes(self, spread: Spread | None) -> bool:
         """Whether it adds up the processes' parts of a parameter with this spread."""
@@ -265,34 +269,27 @@ class MeshSum:
         Args:
             values: the sum of what all of them have signed.
         """
-        if not self._is_checked and self.mesh.get_coordinate() is not None:
-            # Only once, as this waits for the device.
-            if not torch.equal(values[-FINGERPRINT:].float(), self._fingerprint * self._count()):
-                raise self._differs()
-            self._is_checked = True
+        if self._is_checked:
+            return
+        if not torch.equal(values[-FINGERPRINT:].float(), self._expected):
+            raise RuntimeError(
+                f"this process has {len(self.params)} sharded parameters on the mesh of shape "
+                f"{tuple(self.mesh.shape)}, and another process has different ones; "
+                "construct all optimizers with the same parameters"
+            )
+        self._is_checked = self.device.type != "cpu"  # else it would wait for the device
 
-    def check_same_size(self, size: int) -> None:
-        """Raise unless all processes would add up ``size`` bytes: gloo aborts where sizes differ.
+    def agree(self, layout: Layout | None) -> None:
+        """Raise unless all processes have the same parameters, by a collective of its own.
 
-        This is a collective of its own, whose size is always the same.
+        Args:
+            layout: of what a process adds up that does not call this; None if each calls it.
         """
-        # Sums of numbers and of their squares that fit each other are those of equal numbers.
-        own = torch.tensor([size, size * size], device=self.device)
-        total = own.clone()
-        self.add_up(total, [])
-        if self.mesh.get_coordinate() is not None and not torch.equal(total, own * self._count()):
-            raise self._differs()
-
-    def _count(self) -> int:
-        """How many processes add up their parts."""
-        return math.prod(map(self.mesh.size, self._dims))
-
-    def _differs(self) -> RuntimeError:
-        return RuntimeError(
-            f"this process has {len(self.params)} sharded parameters on the mesh of shape "
-            f"{tuple(self.mesh.shape)}, and another process has different ones; "
-            "construct all optimizers with the same parameters"
-        )
+        numel, dtype = layout or (FINGERPRINT, torch.float32)
+        values = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.sign(values)
+        self.add_up(values, [])
+        self.check_same(values)
 
     def _groups(self) -> list[Any]:
         from torch import distributed

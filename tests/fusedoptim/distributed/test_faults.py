@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
 from fusedoptim.step.sharding import local_of
-from tests.fusedoptim.distributed.helpers import flat_mesh, rank, square_mesh
+from tests.fusedoptim.distributed.helpers import flat_mesh, rank, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.distributed.test_checkpoints import (
     everything,
@@ -129,6 +129,28 @@ def test_other_parameters_on_one_process() -> None:
         for optimizer in kinds(mesh, 4, dtype=(torch.float32, other)[rank()]):
             with refused(params_of(optimizer), "same parameters"):
                 optimizer.step()
+
+
+@on_processes(2)
+def test_parameters_added_on_one_process() -> None:
+    """After steps of equal parameters, steps are refused until the other process adds them too."""
+    mesh = impatient_mesh()
+    for optimizer in kinds(mesh, 4):
+        optimizer.step()
+        before = [bits(local_of(value)) for value in values_of(optimizer)]
+        params = [*params_of(optimizer), *new_params(mesh, 6, 8)]
+        if rank() == 0:
+            optimizer.add_param_group({"params": params[1:]})
+        for _ in range(2):
+            with refused(params, "same parameters"):
+                optimizer.step()
+            for value, expected in zip(values_of(optimizer), before, strict=True):
+                assert torch.equal(bits(local_of(value)), expected)
+        if rank() == 1:
+            optimizer.add_param_group({"params": params[1:]})
+        for _ in range(2):
+            optimizer.step()
+        assert all(whole(p).eq(whole(p)[0]).all() and whole(p)[0] < 1 for p in params)
 
 
 @on_processes(2)

@@ -60,7 +60,7 @@ def test_one_collective_in_a_step() -> None:
         is_divided = mesh.size(mesh.ndim - 1) > 1 or places[0].is_shard()
         for norm, expected in ((None, 1), (1.0, 2)):
             optimizer = two_groups(mesh, places, max_grad_norm=norm)
-            for step in range(2):  # in the first, processes compare the sizes of the collectives
+            for step in range(2):  # in the first, processes agree on what they add up
                 with counted_collectives() as counts:
                     optimizer.step()
                 assert counts == [(expected + (step == 0)) * is_divided], (mesh, places)
