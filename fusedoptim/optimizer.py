@@ -441,8 +441,9 @@ class FusedOptimizer(UpdateDefinition):
             state_dict: what :meth:`state_dict` of either class returned.
 
         Raises:
-            ValueError: the checkpoint does not fit the groups, is of another kind of optimizer, or
-                has lost some of its state or of its lower halves. Nothing was changed then.
+            ValueError: the checkpoint does not fit the groups, is of another kind of optimizer or
+                sharded otherwise, or has lost some of its state or of its lower halves. Nothing
+                was changed then.
         """
 
         def check(_: Optimizer, final: dict[str, Any]) -> None:
@@ -486,7 +487,7 @@ class FusedOptimizer(UpdateDefinition):
         name = type(self).__name__
         check_saved_options(name, state_dict["param_groups"], self._saved_options)
         saved = [(i, p, state) for i, (p, state) in enumerate(self._saved(state_dict))]
-        check_saved_state(name, saved, self._saved_state - self._optional_state)
+        check_saved_state(name, saved, self._saved_state, self._optional_state)
         check_saved_halves(name, [entry for entry in saved if self.is_split(entry[1])])
 
     def _params(self) -> list[Tensor]:

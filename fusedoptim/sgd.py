@@ -66,6 +66,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
     _sparse_state = ("momentum_buffer",)
     _saved_options = frozenset({"lr", "momentum", "dampening", "weight_decay"})
+    _optional_state = frozenset({"momentum_buffer"})  # momentum may be switched on later
 
     def __init__(
         self,

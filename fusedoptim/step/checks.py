@@ -22,6 +22,7 @@ from fusedoptim.step.sharding import (
     local_of,
     same_place,
 )
+from fusedoptim.step.step_counts import KEY
 from fusedoptim.step.tensors import (
     PARAM_DTYPES,
     TRAIL,
@@ -37,6 +38,11 @@ _AVERAGING = "torch.distributed.optim.post_localSGD_optimizer"
 _globals_of = operator.attrgetter("f_globals")
 _KINDS = {"dampening": "SGD", "lr_decay": "Adagrad", "amsgrad": "Adam", "trust_clip": "Lamb"}
 """Kinds of optimizer, by a hyper-parameter that no other kind has."""
+_MOVABLE = (
+    "a full state_dict by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with "
+    "StateDictOptions(full_state_dict=True), or shards by torch.distributed.checkpoint.load"
+)
+"""What can be loaded into parameters that are sharded in another way."""
 
 
 def named_params(groups: Sequence[Group], group: Group) -> Iterator[tuple[Tensor, str]]:
@@ -193,22 +199,34 @@ def _kind(group: Group) -> str:
 
 
 def check_saved_state(
-    optimizer: str, saved: Iterable[tuple[int, Tensor, State]], needed: Set[str]
+    optimizer: str,
+    saved: Iterable[tuple[int, Tensor, State]],
+    names: Set[str],
+    optional: Set[str],
 ) -> None:
-    """Raise if a parameter has state in a checkpoint, but not all that is ``needed``.
+    """Raise if a parameter has state in a checkpoint, but not all, or placed unlike itself.
 
     Args:
         optimizer: its name in errors.
         saved: for each parameter its number, itself, and its state in the checkpoint.
-        needed: names of the state.
+        names: names of the state.
+        optional: names of the state that may be missing.
     """
+    placed = (names | optional | {TRAIL}) - {KEY}
     for i, p, state in saved:
-        missing = sorted(needed - state.keys())
+        missing = sorted(names - optional - state.keys())
         if missing and state.keys() - {TRAIL}:  # lower halves are state before the first step too
             raise ValueError(
                 f"{optimizer}: the checkpoint has no {missing[0]!r} of parameter {i} (shape "
                 f"{tuple(p.shape)}), and other state of it; load a whole checkpoint of this class"
             )
+        for name, value in state.items():
+            if name in placed and isinstance(value, Tensor) and not same_place(value, p):
+                raise ValueError(
+                    f"{optimizer}: the {name!r} of parameter {i} (shape {tuple(p.shape)}) in the "
+                    f"checkpoint is {describe_place(value)}, and the parameter "
+                    f"{describe_place(p)}; load {_MOVABLE}"
+                )
 
 
 def check_candidate(optimizer: str, candidate: Candidate) -> None:
@@ -338,9 +356,8 @@ def check_state_place(
     if not same_place(state, param):
         raise ValueError(
             f"{rule.optimizer_name}: the state {name!r} of {owner} is {describe_place(state)}, and "
-            f"the parameter {describe_place(param)}; load it by "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, or delete "
-            "optimizer.state[parameter]"
+            f"the parameter {describe_place(param)}; delete optimizer.state[parameter], and to "
+            f"restore it load {_MOVABLE}"
         )
     check_state_shape(rule, owner, name, state, param.shape)
 

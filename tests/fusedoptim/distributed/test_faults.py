@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import functools
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 
-from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
+from fusedoptim import FusedAdamW, FusedLamb, FusedSGD, SplitSGD
 from fusedoptim.step.sharding import local_of
 from tests.fusedoptim.distributed.helpers import flat_mesh, rank, square_mesh, whole
 from tests.fusedoptim.distributed.processes import on_processes
 from tests.fusedoptim.distributed.test_checkpoints import (
+    assert_same,
     everything,
+    load,
     new_model,
     shared_folder,
     states_of,
@@ -176,14 +180,28 @@ def test_checkpoint_without_a_shard() -> None:
 
 @on_processes(2)
 def test_state_of_another_mesh() -> None:
-    """State on a mesh of other dimensions is refused; set_optimizer_state_dict can move it."""
-    saved = FusedAdamW(new_params(flat_mesh(), 4, 6))
-    saved.step()
-    params = new_params(square_mesh(), 4, 6)
-    optimizer = FusedAdamW(params)
-    optimizer.load_state_dict(saved.state_dict())
-    with refused(params, "set_optimizer_state_dict", ValueError):
-        optimizer.step()
+    """A load of state that is placed otherwise changes nothing; a full state_dict moves it."""
+    makes: dict[str, Callable[[Any], Any]] = {
+        "AdamW": FusedAdamW,
+        "momentum": functools.partial(FusedSGD, lr=0.1, momentum=0.9),
+        "split": functools.partial(SplitSGD, lr=0.1),
+    }
+    ways = itertools.permutations((flat_mesh(), square_mesh(), None), 2)
+    for (name, make), meshes in itertools.product(makes.items(), ways):
+        models = [new_model(mesh, name) for mesh in meshes]
+        optimizers = [make(model.parameters()) for model in models]
+        for i, (model, optimizer) in enumerate(zip(models, optimizers)):
+            step(model, optimizer, i)
+        before = everything(models[1], optimizers[1])
+        with pytest.raises(ValueError, match=r"on a mesh of shape .*full_state_dict=True"):
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        assert_same(everything(models[1], optimizers[1]), before, name)
+        whole_states = states_of(models[0], optimizers[0], full_state_dict=True)
+        load(models[1], optimizers[1], whole_states, full_state_dict=True)
+        for i in range(2, 4):
+            assert_same(*map(everything, models, optimizers), name)
+            for model, optimizer in zip(models, optimizers):
+                step(model, optimizer, i)
 
 
 @on_processes(2)
