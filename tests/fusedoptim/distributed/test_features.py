@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     fully_shard,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim import FusedAdamW, FusedLamb
@@ -51,7 +50,6 @@ from tests.fusedoptim.distributed.training import (
 )
 from tests.fusedoptim.helpers import bits, refused
 from tests.optimizer_cases import (
-    ADAGRAD,
     ADAMW,
     CASES,
     LAMB,
@@ -315,6 +313,21 @@ def test_zero_redundancy() -> None:
 
 
 @on_processes(2)
+def test_zero_redundancy_clips_what_each_process_updates() -> None:
+    for case in WHOLE_CASES:
+        model = ddp(new_model())
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            optimizer_class=case.cls,
+            max_grad_norm=LIMIT,
+            **case.always,
+            **case.kwargs[-1],
+        )
+        with checked_updates(case, optimizer.optim, LIMIT, is_alone=True):
+            train(model, optimizer)
+
+
+@on_processes(2)
 def test_zero_redundancy_of_float32_is_not_split() -> None:
     """Each process would convert the parameters that it updates, and no others."""
     for as_views in (False, True):
@@ -342,15 +355,17 @@ def test_zero_redundancy_with_overlap_is_refused() -> None:
 @on_processes(2)
 def test_optimizer_in_backward() -> None:
     """Each parameter has an optimizer, stepped by its hook, even if it is a shard of FSDP2."""
-    for case, is_sharded in itertools.product((*WHOLE_CASES, *SPLITS), (False, True)):
+    cases = *WHOLE_CASES, *SPLITS
+    limits = None, LIMIT / 100  # below the norm of each parameter
+    for case, is_sharded, limit in itertools.product(cases, (False, True), limits):
         model = new_model().bfloat16() if case.is_split else new_model()
         if is_sharded:
             model = fully_shard(model, mesh=flat_mesh())
         with contextlib.ExitStack() as stack:
             for p in model.parameters():
-                optimizer = case.make([p], **case.kwargs[-1])
-                if case.is_split:
-                    stack.enter_context(checked_updates(case, optimizer))
+                optimizer = case.make([p], **case.kwargs[-1], max_grad_norm=limit)
+                if case.is_split or limit is not None:
+                    stack.enter_context(checked_updates(case, optimizer, limit))
 
                 def hook(p: Tensor, optimizer: Any = optimizer) -> None:
                     optimizer.step()
@@ -361,7 +376,7 @@ def test_optimizer_in_backward() -> None:
             for batch in own_batches(dtype) if is_sharded else batches(dtype=dtype):
                 loss_of(model, batch).backward()
         assert all(p.grad is None for p in model.parameters())
-        if not case.is_split:
+        if not case.is_split and limit is None:
             assert_trained(model, case)
 
 
@@ -417,22 +432,25 @@ def test_after_clip_grad_norm() -> None:
 
 @on_processes(2)
 def test_post_local_sgd() -> None:
-    """Each process trains alone, and the averager averages the weights of all."""
+    """Each process trains alone, with the norm of its own gradients; the weights are averaged."""
     groups = [torch.distributed.new_group([i]) for i in range(size())]
     alone = groups[rank()]
-    for case in WHOLE_CASES:
+    for case, limit in itertools.product(WHOLE_CASES, (None, LIMIT)):
         results = []
         for dtype in (torch.float32, torch.float64):
             model = DistributedDataParallel(new_model().to(dtype))
             state = PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=1)
             model.register_comm_hook(state, post_localSGD_hook)
-            kind = case.make if dtype is torch.float32 else case.make_reference
+            is_ours = dtype is torch.float32
+            options = {**case.kwargs[-1], **({"max_grad_norm": limit} if is_ours else {})}
             averager = PeriodicModelAverager(period=2, warmup_steps=1)
-            local: Any = kind(list(model.parameters()), **case.kwargs[-1])
+            local = (case.make if is_ours else case.make_reference)(model.parameters(), **options)
             optimizer = PostLocalSGDOptimizer(optim=local, averager=averager)
             for batch in own_batches(dtype):
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()
+                if limit is not None and not is_ours:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
                 optimizer.step()
             results.append([p.detach().double() for p in model.parameters()])
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
@@ -459,30 +477,6 @@ def test_fsdp1() -> None:
         train(model, make(case, model))
         with FullyShardedDataParallel.summon_full_params(model):
             assert_trained(model, case)
-
-
-@on_processes(2)
-def test_infinities_of_fsdp1_skip_the_step_of_all() -> None:
-    """ShardedGradScaler tells all processes of them."""
-    for case, host in itertools.product((ADAMW, ADAGRAD), (False, True)):
-        model = fsdp1(new_model())
-        scaler = ShardedGradScaler(device="cpu", init_scale=4.0)
-        if host:
-            optimizer: Any = OffloadOptimizer(model.parameters(), case.cls, **case.kwargs[-1])
-        else:
-            optimizer = make(case, model)
-        for is_infinite in (False, True, False):
-            before = [p.detach().clone() for p in model.parameters()]
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, next(own_batches()))).backward()
-            if is_infinite and rank() == 0:
-                next(p for p in model.parameters() if p.numel()).grad.view(-1)[0] = torch.inf
-            scaler.step(optimizer)
-            scaler.update()
-            own = [p for p in model.parameters() if p.numel()]
-            is_same = all(map(torch.equal, before, model.parameters()))
-            assert is_same == (is_infinite or not own), (rank(), is_infinite)
-        assert scaler.get_scale() == 2.0
 
 
 @on_processes(2)

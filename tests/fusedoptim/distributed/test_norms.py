@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 import fusedoptim
 from fusedoptim import FusedAdamW, FusedLamb, FusedSGD
+from fusedoptim.offload import OffloadOptimizer
 from tests.fusedoptim.distributed.helpers import (
     counted_collectives,
     flat_mesh,
@@ -32,7 +34,7 @@ from tests.fusedoptim.distributed.training import (
 )
 from tests.fusedoptim.helpers import new_scaler
 from tests.interrupts import InterruptAt
-from tests.optimizer_cases import ADAMW, LAMB, WHOLE_CASES
+from tests.optimizer_cases import ADAGRAD, ADAMW, LAMB, WHOLE_CASES
 
 
 def two_groups(mesh: Any, places: list[Any], **options: Any) -> FusedLamb:
@@ -186,3 +188,27 @@ def test_norms_of_fsdp1_in_one_process() -> None:
         model = fsdp1(new_model())
         train(model, case.make(model.parameters(), **case.kwargs[-1], max_grad_norm=0.1))
         assert_trained(model, case, limit=0.1)
+
+
+@on_processes(2)
+def test_infinities_of_fsdp1_skip_the_step_of_all() -> None:
+    """ShardedGradScaler tells all processes of them."""
+    for case, host in itertools.product((ADAMW, ADAGRAD), (False, True)):
+        model = fsdp1(new_model())
+        scaler = ShardedGradScaler(device="cpu", init_scale=4.0)
+        if host:
+            optimizer: Any = OffloadOptimizer(model.parameters(), case.cls, **case.kwargs[-1])
+        else:
+            optimizer = make(case, model)
+        for is_infinite in (False, True, False):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, next(own_batches()))).backward()
+            if is_infinite and rank() == 0:
+                next(p for p in model.parameters() if p.numel()).grad.view(-1)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            own = [p for p in model.parameters() if p.numel()]
+            is_same = all(map(torch.equal, before, model.parameters()))
+            assert is_same == (is_infinite or not own), (rank(), is_infinite)
+        assert scaler.get_scale() == 2.0

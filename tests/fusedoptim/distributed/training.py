@@ -15,7 +15,7 @@ from fusedoptim import FusedAdamW, FusedLamb
 from tests.fusedoptim.distributed.helpers import Block, computed_once, rank, size, whole
 from tests.fusedoptim.helpers import params_of
 from tests.optimizer_cases import SPLIT_CASES, SPLIT_SGD, WHOLE_CASES, OptimizerCase
-from tests.tolerances import Exact, assert_as_exact
+from tests.tolerances import Exact, assert_as_exact, computed_exactly
 
 BATCHES = 3
 SPLITS = (SPLIT_SGD, *(case for case in SPLIT_CASES if case.cls in (FusedAdamW, FusedLamb)))
@@ -92,7 +92,7 @@ def make(case: OptimizerCase, model: nn.Module, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def checked_updates(
-    case: OptimizerCase, optimizer: Any, limit: float | None = None
+    case: OptimizerCase, optimizer: Any, limit: float | None = None, is_alone: bool = False
 ) -> Iterator[None]:
     """Check the steps that are taken inside; their gradients may be rounded, and are recorded.
 
@@ -100,6 +100,7 @@ def checked_updates(
         case: the optimizer's.
         optimizer: of whole or sharded parameters, split or not.
         limit: to which the optimizer clips.
+        is_alone: whether each process has other parameters, and none is sharded.
     """
     params = params_of(optimizer)
     start = list(map(whole, optimizer.master_params()))
@@ -124,4 +125,5 @@ def checked_updates(
     hook.remove()
     results = list(map(whole, optimizer.master_params()))
     assert len(gradients) == BATCHES
-    assert_as_exact(results, computed_once(exact), torch.float32)
+    expected = computed_exactly(exact, torch.float32) if is_alone else computed_once(exact)
+    assert_as_exact(results, expected, torch.float32)
