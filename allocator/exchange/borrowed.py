@@ -10,6 +10,7 @@ from allocator.exchange.devices import KDL_ONEAPI, TAKEN, is_host_accessible
 from allocator.exchange.dlpack import VERSION, Imported, View
 from allocator.exchange.exports import Exporter
 from allocator.exchange.memory import Array
+from allocator.pool.lifecycle import after_collections
 from allocator.pool.sizes import contiguous_strides, extent
 
 exporter = Exporter()
@@ -25,6 +26,9 @@ def _sweep() -> None:
             exporter.sweep()
         finally:
             _sweeping.release()
+
+
+after_collections(_sweep)
 
 
 class Borrowed:

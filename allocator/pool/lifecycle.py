@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from allocator.exchange.dlpack import make_immortal
@@ -17,11 +18,17 @@ if TYPE_CHECKING:
 
 _cores: weakref.WeakValueDictionary[int, Core] = weakref.WeakValueDictionary()
 _of_the_parent: list[Core] = []
+_sweeps: list[Callable[[], None]] = []
 
 
 def register(core: Core) -> None:
     """Let a pool take part in the work at collections, forks and exit."""
     _cores[id(core)] = core
+
+
+def after_collections(sweep: Callable[[], None]) -> None:
+    """Let a function be called after each full garbage collection."""
+    _sweeps.append(sweep)
 
 
 def cores() -> list[Core]:
@@ -35,6 +42,8 @@ def _after_collection(phase: str, info: dict[str, int]) -> None:
     if phase == "stop" and info["generation"] == 2:
         for core in cores():
             core.drain_if_idle(with_unclaimed=True)
+        for sweep in _sweeps:
+            sweep()
 
 
 def _after_fork_in_child() -> None:

@@ -108,8 +108,9 @@ def _bytes(parameter: Parameter) -> Convert:
     match = _VECTOR.fullmatch(parameter.dtype)
 
     def convert(value: Any) -> bytes:
-        if match is not None and isinstance(value, (tuple, list)):
-            return _vector(parameter, match[1], int(match[2]), value)
+        if match is not None and isinstance(value, (tuple, list, np.ndarray)):
+            values = value.ravel() if isinstance(value, np.ndarray) else value
+            return _vector(parameter, match[1], int(match[2]), values)
         try:
             data = memoryview(value).tobytes()
         except TypeError:

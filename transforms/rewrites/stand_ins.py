@@ -46,8 +46,8 @@ class FoldedBatchNorm(nn.Identity):
             )
         # Not annotated in the class: TorchScript cannot read an annotation that is a string.
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
-        # A torch.fx proxy has no number of dimensions. TorchScript cannot compile its class, and
-        # takes words after the next line's comment for code.
+        # A torch.fx proxy has no number of dimensions. TorchScript cannot compile a question about
+        # it, nor a reason beside the next comment, which it reads as code.
         is_traced = False
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             is_traced = isinstance(input, fx.Proxy)

@@ -203,6 +203,7 @@ def test_vectors_structs_and_local_memory(module: RawModule) -> None:
         ((1, 200), OverflowError, "200 is not in int8's range"),
         (b"abc", ValueError, "a value of 3 bytes, where 2 are expected"),
         (7, TypeError, "a tuple of 2 numbers, or bytes"),
+        (np.array([1, 2], "u1"), TypeError, "a numpy uint8, where int8 is expected"),
     ]:
         with pytest.raises(error, match=text):
             module["vectors"](1, 1, (out, value, (1, 2)))

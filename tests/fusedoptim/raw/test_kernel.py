@@ -101,7 +101,7 @@ def test_vectors_and_structs(module: RawModule, way: str) -> None:
     module["vectors"](1, 1, (out, (-1, 2), np.array([0.5, 4], np.float32)))
     assert out.tolist() == [-1, 2, 0.5, 4, 0]
     record = np.array([(7, 8, 0.1)], dtype="i4,f4,f8")
-    arguments = (out, (1, 2, 3, 4.5), [5, 6, 7], record)
+    arguments = (out, (1, 2, 3, 4.5), np.array([5, 6, 7], np.float32), record)
     if way == "OpenCL" or hasattr(allocator.load_dpctl(), "RawKernelArg"):
         module["wide"](1, 1, arguments)
         assert out.tolist() == [1, 4.5, 7, 7, 0.1]
