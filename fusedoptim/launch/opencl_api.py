@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import ctypes
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,8 +54,7 @@ class OpenCL:
 
     def make(self, function: str, *arguments: Any) -> ctypes.c_void_p:
         """Call a function that returns a handle, and raise if its last argument says it failed."""
-        if not is_forked():  # in a child there is no driver
-            Owned.release_ended()
+        release_ended()
         status = ctypes.c_int()
         call = self._library[function]
         call.restype = Handle
@@ -107,21 +108,37 @@ class Owned:
         if _ended is not None and hasattr(self, "_release"):  # at exit, modules are cleared
             _ended.append(self)
 
-    @staticmethod
-    def release_ended() -> None:
-        """Release what has ended and nothing uses.
-
-        The garbage collector finalizes all objects of a cycle, in any order, before it frees any.
-        So after this class's ``__del__``, that of another object may still launch the kernel.
-        """
-        alone = object()
-        with contextlib.suppress(IndexError):  # other threads take from it too
-            for _ in range(len(_ended)):
-                owned = _ended.popleft()
-                if sys.getrefcount(owned) > sys.getrefcount(alone):
-                    _ended.append(owned)
-                else:
-                    owned._release(owned.handle)
-
 
 _ended: collections.deque[Owned] = collections.deque()
+
+
+def release_ended() -> None:
+    """Release what has ended and nothing uses.
+
+    The garbage collector finalizes all objects of a cycle, in any order, before it frees any. So
+    after the ``__del__`` of :class:`Owned`, that of another object may still launch the kernel.
+    """
+    if is_forked():  # there is no driver
+        return
+    alone = object()
+    with contextlib.suppress(IndexError):  # other threads take from it too
+        for _ in range(len(_ended)):
+            owned = _ended.popleft()
+            if sys.getrefcount(owned) > sys.getrefcount(alone):
+                _ended.append(owned)
+            else:
+                owned._release(owned.handle)
+
+
+def _after_collection(phase: str, _: object) -> None:
+    if phase == "stop":
+        release_ended()
+
+
+@atexit.register
+def _at_exit() -> None:
+    with contextlib.suppress(ValueError):  # something else has removed it
+        gc.callbacks.remove(_after_collection)
+
+
+gc.callbacks.append(_after_collection)
