@@ -118,7 +118,7 @@ def release_ended() -> None:
     The garbage collector finalizes all objects of a cycle, in any order, before it frees any. So
     after the ``__del__`` of :class:`Owned`, that of another object may still launch the kernel.
     """
-    if is_forked():  # there is no driver
+    if not _ended or is_forked():  # in a child there is no driver
         return
     alone = object()
     with contextlib.suppress(IndexError):  # other threads take from it too
