@@ -37,6 +37,7 @@ from transforms.reports import (
 )
 from transforms.rewrites.packed import supported_dtypes
 from transforms.rewrites.undoing import changes_to
+from transforms.tracing.asked import Asked
 
 __all__ = ["optimize"]
 
@@ -222,7 +223,7 @@ def optimize(
     if not inplace:
         model, optimizer = copy_pair(model, optimizer)
     with changes_to(model) as undo:
-        job = Job(model, optimizer, options, sample_input, undo)
+        job = Job(model, optimizer, options, sample_input, Asked(model), undo)
         report = merged(model, _run(passes, job))
         _warn_of_no_effect(job, report)
         conclude(model, report, undo)

@@ -27,7 +27,7 @@ class ConvAsMatmul(ExchangingPass):
         for name, module in job.model.named_modules():
             if isinstance(module, MatmulConv2d) or not isinstance(module, nn.Conv2d):
                 continue
-            reason = _objection(module, job.options.dtype)
+            reason = _objection(module, job.options.dtype) or job.asked.objection(module)
             if reason is None:
                 exchanged_class.exchange(module, MatmulConv2d, job.undo)
             what = "small images as products of matrices, forward and backward"

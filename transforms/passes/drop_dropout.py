@@ -36,7 +36,7 @@ class DropDropout(Pass):
         for name, module in list(job.model.named_modules()):
             if not isinstance(module, _DropoutNd):
                 continue
-            reason = _objection(module)
+            reason = _objection(module) or job.asked.objection(module)
             if reason is None:
                 job.undo.callback(revert, module)
                 stand_in(module, SkippedDropout)

@@ -14,6 +14,7 @@ from torch import nn
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites.fold import Fold
+from transforms.tracing.asked import Asked
 from transforms.tracing.batch_norm_pairs import find_batch_norm_pairs
 from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, Kinds, frozen_batch_norms, owners
 
@@ -41,7 +42,7 @@ class _FoldBatchNorm(Pass):
             reason = _objection(feeder, norm, sharers)
             if reason is None and len({t.dtype for t in fold.tensors()}) > 1:
                 reason = "differs in dtype from the module before it"
-            reason = reason or fold.objection()
+            reason = reason or fold.objection() or _question(feeder, norm, job.asked, names)
             if reason is None:
                 job.undo.callback(fold.detach)
                 fold.attach()
@@ -82,6 +83,16 @@ def _objection(feeder: Any, norm: Any, sharers: Mapping[int, list[str]]) -> str 
         if len(others := sharers[id(param)]) > 1:
             return f"follows a module that shares its weight: {', '.join(others)}"
     return None
+
+
+def _question(
+    feeder: nn.Module, norm: nn.Module, asked: Asked, names: Mapping[nn.Module, str]
+) -> str | None:
+    """Why the two must keep their classes and tensors, if they must."""
+    if (reason := asked.objection(norm)) is not None:
+        return reason
+    reason = asked.objection(feeder)
+    return None if reason is None else f"follows {names[feeder]}: {reason}"
 
 
 def _other_dimension(feeder: Any, norm: Any) -> str | None:

@@ -25,7 +25,7 @@ class FuseFrozenBatchNorm(ExchangingPass):
         for name, module in job.model.named_modules():
             if not isinstance(module, kinds):
                 continue
-            reason = None
+            reason = job.asked.objection(module)
             if type(module) not in kinds or has_replaced_methods(module):
                 reason = f"{type(module).__name__} overrides its methods"
             if reason is None:

@@ -31,7 +31,7 @@ class Fuse(Pass):
         kinds = activations(job.model)
         names = {module: name for name, module in job.model.named_modules()}
         known = (m for m in names if post_op(m) is not None and not isinstance(m, FusedActivation))
-        reasons = {activation: _objection(activation) for activation in known}
+        reasons = {a: _objection(a) or job.asked.objection(a) for a in known}
         if not any(isinstance(m, PackedProduct) for m in names):
             why = "no module has packed weights (weights_prepack)"
             return [Entry(names[m], reason or why, done=False) for m, reason in reasons.items()]

@@ -37,7 +37,7 @@ class FuseGELU(ExchangingPass):
                     what = "calls torch.nn.functional.gelu(approximate='tanh'), which stays torch's"
                     entries.append(Entry(name, what, done=False))
                 continue
-            reason = _objection(module, kinds)
+            reason = _objection(module, kinds) or job.asked.objection(module)
             if reason is None:
                 exchanged_class.exchange(module, GELU, job.undo, approximate="tanh")
             what = "one kernel forward, and one backward"

@@ -36,7 +36,7 @@ class OneDNNProducts(ExchangingPass):
         for name, module in job.model.named_modules():
             if isinstance(module, OneDNNModule) or not isinstance(module, kinds):
                 continue
-            reason = of_all or _objection(module, kinds)
+            reason = of_all or _objection(module, kinds) or job.asked.objection(module)
             if reason is None:
                 exchanged_class.exchange(
                     module, ours[type(module)], job.undo, **onednn_products.attributes()

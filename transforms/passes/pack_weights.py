@@ -54,6 +54,7 @@ class PackWeights(Pass):
             if isinstance(module, ForTraining):  # the model was trained
                 exchanged_class.suspend(module, job.undo)
             reason = fast_path.OBJECTION if module in uncalled else _objection(module)
+            reason = reason or job.asked.objection(module)
             if reason is None:
                 job.undo.callback(unwatch_all, module)
                 ours = _CLASSES[type(module)]

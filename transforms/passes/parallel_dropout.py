@@ -46,13 +46,15 @@ class ParallelDropout(Pass):
         """Replace classes; entries are all modules that drop elements with torch's generator."""
         entries = self._exchange_registered(job)
         for name, module in job.model.named_modules():
-            reason = _objection(module)
+            reason, is_ours = _objection(module), type(module) in _OURS
+            if reason is None and is_ours and getattr(module, "dropout", True):
+                ours, what = _OURS[type(module)]
+                reason = job.asked.objection(module)
+                if reason is None:
+                    exchanged_class.exchange(module, ours, job.undo)
+                    entries.append(Entry(name, what))
             if reason is not None:
                 entries.append(Entry(name, reason, done=False))
-            elif type(module) in _OURS and getattr(module, "dropout", True):
-                ours, what = _OURS[type(module)]
-                exchanged_class.exchange(module, ours, job.undo)
-                entries.append(Entry(name, what))
         return entries
 
     def _exchange_registered(self, job: Job) -> list[Entry]:

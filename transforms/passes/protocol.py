@@ -12,6 +12,7 @@ from transforms.inputs.options import Options
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, plain_tensors
 from transforms.rewrites.undoing import Undo
+from transforms.tracing.asked import Asked
 
 
 class Job(NamedTuple):
@@ -23,6 +24,8 @@ class Job(NamedTuple):
     options: Options
     sample_input: Any
     """a tensor, a tuple of arguments, a dict of named ones, or None."""
+    asked: Asked
+    """the modules that must keep their classes and tensors, because forward asks for them."""
     undo: Undo
     """gets a callback that undoes each change, before the change is made; it can be repeated."""
 

@@ -13,6 +13,7 @@ from transforms.rewrites import fast_path, geometry
 from transforms.rewrites.finite import is_finite
 from transforms.rewrites.int8 import CLASSES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
+from transforms.tracing.asked import Asked
 from transforms.tracing.modules import (
     COMPUTED,
     TRANSPOSED,
@@ -25,13 +26,16 @@ _KINDS: Kinds = tuple(CLASSES)
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[str, str | None]:
+def objections(
+    model: nn.Module, keep: Sequence[str], is_dynamic: bool, asked: Asked
+) -> dict[str, str | None]:
     """For each convolution and Linear, by name: why it stays in floating point, or None.
 
     Args:
         model: a model in eval mode.
         keep: names, or patterns of names, of modules left unchanged, with everything inside them.
         is_dynamic: whether each call finds the range of its input.
+        asked: the modules that must keep their classes.
 
     Raises:
         ValueError: no module has one of the names in ``keep``.
@@ -43,7 +47,7 @@ def objections(model: nn.Module, keep: Sequence[str], is_dynamic: bool) -> dict[
         if isinstance(module, TRANSPOSED):
             found[name] = "is a transposed convolution: torch has no INT8 operator for it"
         elif isinstance(module, _KINDS) and not isinstance(module, Int8Module):
-            why = kept.get(module) or _objection(module)
+            why = kept.get(module) or _objection(module) or asked.objection(module)
             if why is None and module in uncalled:
                 why = fast_path.OBJECTION
             if why is None and is_dynamic and not isinstance(module, nn.Linear):

@@ -13,6 +13,7 @@ from transforms.rewrites.int8 import CLASSES
 from transforms.rewrites.post_ops import activations, post_op
 from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
+from transforms.tracing.asked import Asked
 from transforms.tracing.modules import has_replaced_methods
 
 
@@ -24,12 +25,15 @@ class Following(NamedTuple):
     """The next one in INT8, after the activation if there is one."""
 
 
-def find_following(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.Module, Following]:
+def find_following(
+    model: nn.Module, layers: Collection[nn.Module], asked: Asked
+) -> dict[nn.Module, Following]:
     """What follows each of the layers that will compute in INT8.
 
     Args:
         model: a model in eval mode, with the layers' own classes.
         layers: the layers that will compute in INT8.
+        asked: the modules that must keep their classes.
     """
     kinds, chosen = tuple(CLASSES), set(layers)
     known = activations(model)
@@ -38,7 +42,7 @@ def find_following(model: nn.Module, layers: Collection[nn.Module]) -> dict[nn.M
     found = {}
     for layer in layers:
         activation = activated.get(layer)
-        if activation is not None and not _is_plain(activation):
+        if activation is not None and not _is_plain(activation, asked):
             activation = None
         following = fed.get(layer if activation is None else activation)
         found[layer] = Following(activation, following if following in chosen else None)
@@ -52,5 +56,6 @@ def join(following: Collection[Following], undo: Undo) -> None:
             exchanged_class.exchange(each.activation, FusedActivation, undo)
 
 
-def _is_plain(activation: nn.Module) -> bool:
-    return post_op(activation) is not None and not has_replaced_methods(activation)
+def _is_plain(activation: nn.Module, asked: Asked) -> bool:
+    is_known = post_op(activation) is not None and not has_replaced_methods(activation)
+    return is_known and asked.objection(activation) is None

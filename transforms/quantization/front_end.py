@@ -31,6 +31,7 @@ from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.post_ops import ACTIVATION
 from transforms.rewrites.undoing import Undo, changes_to
 from transforms.rewrites.watched_parameter import unwatch_all
+from transforms.tracing.asked import Asked
 
 __all__ = ["quantize"]
 
@@ -174,8 +175,9 @@ def quantize(
     # torch.compile would capture the hooks that find ranges, errors and times.
     with compiled_call.suspended(model), changes_to(model) as undo:
         _unpack(model, undo)
-        prepared = _prepare(model, undo)
-        entries = _quantize(model, loader, choices, undo)
+        asked = Asked(model)
+        prepared = _prepare(model, asked, undo)
+        entries = _quantize(model, loader, choices, asked, undo)
         report = Report(title_of(model), {**prepared, KNOB: entries}, kept_bytes=0)
         conclude(model, merged(model, report), undo)
     return model
@@ -248,11 +250,11 @@ def _check_max_error(max_error: Any, loader: Any) -> None:
         raise ValueError("max_error needs a loader, to find the errors of layers")
 
 
-def _prepare(model: nn.Module, undo: Undo) -> dict[str, Sequence[Entry]]:
+def _prepare(model: nn.Module, asked: Asked, undo: Undo) -> dict[str, Sequence[Entry]]:
     """Run the preparing passes, and return their entries."""
     passes = [each for each in INFERENCE if each.knob in _PREPARING]
     knobs = {each.knob: each.default("O1") for each in passes}
-    job = Job(model, None, Options(None, knobs, frozenset()), None, undo)
+    job = Job(model, None, Options(None, knobs, frozenset()), None, asked, undo)
     return {each.knob: each.run(job) for each in passes if knobs[each.knob]}
 
 
@@ -269,11 +271,15 @@ def _unpack(model: nn.Module, undo: Undo) -> None:
 
 
 def _quantize(
-    model: nn.Module, loader: Iterable[Any] | None, choices: _Choices, undo: Undo
+    model: nn.Module,
+    loader: Iterable[Any] | None,
+    choices: _Choices,
+    asked: Asked,
+    undo: Undo,
 ) -> list[Entry]:
     """Replace the classes of layers; entries are all convolutions and Linears, worst first."""
     modules = dict(model.named_modules())
-    reasons = objections(model, choices.keep, choices.is_dynamic)
+    reasons = objections(model, choices.keep, choices.is_dynamic, asked)
     layers: Layers = {name: modules[name] for name, why in reasons.items() if why is None}
     undo.callback(_unwatch, layers.values())
     with put_back(model):
@@ -296,7 +302,7 @@ def _quantize(
     _unwatch(layers[name] for name in layers if reasons[name] is not None)
     if not chosen and not slow:
         _refuse(model, reasons)
-    following = find_following(model, [modules[name] for name in chosen])
+    following = find_following(model, [modules[name] for name in chosen], asked)
     for name in chosen:
         layer = modules[name]
         given = {

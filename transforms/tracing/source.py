@@ -12,13 +12,14 @@ import types
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import Logger, RootLogger
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from transforms.tracing.bytecode import names_called, stored_attributes
 from transforms.tracing.conditions import Changing, Source, source_of
 from transforms.tracing.modules import META_DATA
+from transforms.tracing.questions import ASKING, Questions
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
 """Attributes of torch.nn.Module that give access to neither tensors nor children."""
@@ -40,8 +41,8 @@ class Use(NamedTuple):
     """A use of a module by code."""
 
     module: nn.Module
-    is_call: bool
-    """Whether the code only calls the module, or the items of a ModuleList or ModuleDict."""
+    how: Literal["call", "isinstance", "question", "other"]
+    """``call`` if the code only calls it, or the items of a list; a question is what it is."""
 
 
 class Reader:
@@ -65,7 +66,7 @@ class Reader:
     def forward(self, module: nn.Module) -> Iterator[Use]:
         """The uses in the forward code of ``module``, none of which has run."""
         if "forward" in vars(module):
-            yield Use(module, False)
+            yield Use(module, "other")
         yield from self._method("forward", module)
         for name in ("__getattr__", "__getattribute__"):
             yield from self._method(name, module)
@@ -81,7 +82,9 @@ class Reader:
 
         ``modules`` may be in local variables, ``namespace`` has all other variables.
         """
+        questions = Questions(source, modules, namespace, self._by_name)
         for each in ast.walk(node):
+            yield from (Use(*question) for question in questions.of(each))
             match each:
                 case ast.Attribute(attr=name):
                     yield from self._attribute(each, name, source, modules, namespace)
@@ -90,14 +93,14 @@ class Reader:
                     is_part = isinstance(source.parents.get(each), ast.Attribute)
                     if not (is_stored or is_part or _is_asked(each, source)):
                         for module in modules[name]:
-                            yield Use(module, _is_called(each, source))
+                            yield _use(module, _is_called(each, source))
                 case ast.Name(id=name):
                     for module in modules_behind(namespace.get(name)):
-                        yield Use(module, False)
+                        yield Use(module, "other")
                 case ast.Constant(value=str(name)):
                     for module in itertools.chain(*modules.values()):
                         if (child := module._modules.get(name)) is not None:
-                            yield Use(child, False)
+                            yield Use(child, "other")
 
     def _attribute(
         self,
@@ -125,17 +128,17 @@ class Reader:
         for child in children:
             is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if not _is_asked(node, source):
-                yield Use(child, (_items_are_called if is_list else _is_called)(node, source))
+                yield _use(child, (_items_are_called if is_list else _is_called)(node, source))
         for module in reached:
             if not _reads_meta_data(node, source):
-                yield Use(module, False)
+                yield Use(module, "other")
         for module in readers:
             yield from self._method(name, module)
         for owner in owners or ():
             for module in modules_behind(vars(owner).get(name)):
-                yield Use(module, False)
+                yield Use(module, "other")
             if _gives_access(owner, name):
-                yield Use(owner, False)
+                yield Use(owner, "other")
 
     def _method(self, name: str, module: nn.Module, of_bases: bool = False) -> Iterator[Use]:
         for cls in type(module).__mro__:
@@ -152,7 +155,7 @@ class Reader:
         self._seen.add((function, module))
         source = source_of(function.__code__)
         if source is None:
-            yield Use(module, False)
+            yield from unread(module, function.__code__)
             return
         modules = {source.parameters[0]: [module]} if source.parameters else {}
         namespace = ChainMap(_closure(function), function.__globals__)
@@ -160,13 +163,29 @@ class Reader:
             yield from self.code(node, source, modules, namespace)
 
 
-def modules_in(value: object) -> Iterator[nn.Module]:
-    """The modules in a value, also inside lists and dicts."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, list | tuple | set | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from modules_in(item)
+def _use(module: nn.Module, is_call: bool) -> Use:
+    return Use(module, "call" if is_call else "other")
+
+
+def unread(module: nn.Module, code: types.CodeType) -> Iterator[Use]:
+    """The uses that code without a source may make of a module."""
+    yield Use(module, "other")
+    if not ASKING.isdisjoint(all_names(code)):
+        for inner in module.modules():
+            yield Use(inner, "question")
+
+
+def asked_by(function: types.FunctionType, given: Mapping[str, list[nn.Module]]) -> Iterator[Use]:
+    """What a function may ask about the modules that are given for its parameters."""
+    source = source_of(function.__code__)
+    if source is None:
+        for module in itertools.chain(*given.values()):
+            yield from unread(module, function.__code__)
+        return
+    namespace = ChainMap(_closure(function), function.__globals__)
+    questions = Questions(source, given, namespace, {})
+    for node in source.nodes:
+        yield from (Use(*question) for question in questions.of(node))
 
 
 def modules_behind(*values: object) -> Iterator[nn.Module]:

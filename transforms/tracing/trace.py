@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dis
 import functools
 import inspect
+import random
 import sys
 import threading
 import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
@@ -21,6 +24,7 @@ from fusedoptim._locks import new_lock
 from transforms.rewrites.exchanged_class import own_class
 from transforms.tracing.clones import clone
 from transforms.tracing.conditions import Changing
+from transforms.tracing.disguises import Disguise
 from transforms.tracing.modules import META_DATA, own_tensors
 from transforms.tracing.source import reads_only
 from transforms.tracing.watch import TensorReads, Watch
@@ -160,6 +164,10 @@ class Trace(NamedTuple):
     graph: fx.Graph
     modules: dict[str, nn.Module]
     """The modules that are called, by their names in the graph."""
+    given: dict[fx.Node, nn.Module]
+    """The modules that are arguments of functions."""
+    made: dict[fx.Node, Tensor]
+    """The tensors that forward makes from no argument."""
     kept: set[fx.Node]
     """Values that forward stores where other code may read them."""
     read: set[nn.Module]
@@ -194,11 +202,13 @@ def run_trace(
     is_leaf: Callable[[nn.Module], bool],
     functions: set[types.FunctionType],
     changing: Changing,
+    disguises: Mapping[nn.Module, Disguise],
 ) -> Trace:
     """Trace ``root`` on a copy that shares its tensors, as forward may write to its attributes.
 
     Optional arguments have their defaults, as a traced argument is never None. Modules for which
     ``is_leaf`` is true, and ``functions``, are not entered: only their calls are traced.
+    ``disguises`` are for some of these modules. The random state of torch and Python stays.
 
     Raises:
         UntraceableError: forward cannot be traced.
@@ -207,10 +217,13 @@ def run_trace(
         twin, originals = clone(root)
     except Exception as error:  # of any class: the model's own
         raise UntraceableError(root, None) from error
+    for copied, module in originals.items():
+        if module in disguises:
+            disguises[module].put_on(copied)
     tracer = _Tracer(lambda m: is_leaf(originals[m]), functions)
     reads, watch = TensorReads(twin.modules()), Watch(changing, originals)
     try:
-        with _one_at_a_time, watch, reads:
+        with _one_at_a_time, _same_random_state(), watch, reads:
             graph = tracer.trace(twin, concrete_args=_defaults(root) or None)
     except Exception as error:
         culprit = originals.get(tracer.culprit or twin, root)
@@ -220,18 +233,34 @@ def run_trace(
         watch.end()
     named = dict(twin.named_modules(remove_duplicate=False))
     modules: dict[str, nn.Module] = {}
+    given: dict[fx.Node, nn.Module] = {}
+    made: dict[fx.Node, Tensor] = {}
     read = {originals[module] for module in reads.of | tracer.exchanged}
     for node in graph.nodes:
         if node.op == "call_module":
             modules[node.target] = originals[named[node.target]]
         elif node.op == "get_attr" and node.target in named:
+            given[node] = originals[named[node.target]]
             if not all(asks_geometry(user, node) for user in node.users):
                 read.update(originals[named[node.target]].modules())
+        elif node.op == "get_attr" and node.target.startswith("_tensor_constant"):
+            made[node] = getattr(twin, node.target)
         elif node.op == "get_attr" and (
             node in watch.undecided or not all(reads_shape(user, node) for user in node.users)
         ):
             read.add(originals[named[node.target.rpartition(".")[0]]])
-    return Trace(graph, modules, tracer.kept(), read, watch)
+    return Trace(graph, modules, given, made, tracer.kept(), read, watch)
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Put back the random numbers that forward draws while it is traced."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(state)
 
 
 def _defaults(root: nn.Module) -> dict[str, Any]:

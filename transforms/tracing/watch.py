@@ -25,8 +25,8 @@ from torch.utils import _pytree
 
 from fusedoptim._torch_private import count_function_modes, function_mode_at, pop_function_mode
 from transforms.tracing.conditions import Changing, Conditions, Source, source_of
-from transforms.tracing.modules import META_DATA, own_tensors
-from transforms.tracing.source import Reader, Use, modules_behind, modules_in
+from transforms.tracing.modules import META_DATA, modules_in, own_tensors
+from transforms.tracing.source import Reader, Use, modules_behind, unread
 
 _TRUSTED = tuple(
     os.path.realpath(folder) + os.sep
@@ -104,7 +104,7 @@ class _Function:
     def __init__(self, frame: types.FrameType, changing: Changing) -> None:
         code, variables = frame.f_code, frame.f_locals
         self.source: Source | None = source_of(code)
-        self._file = code.co_filename
+        self.code = code
         enclosed = {name: variables[name] for name in code.co_freevars if name in variables}
         self.held: dict[str, set[nn.Module]] = {}
         """The modules behind other values of local variables, such as a partial or a method."""
@@ -137,7 +137,7 @@ class _Function:
 
     def covers(self, inner: types.CodeType) -> bool:
         """Whether the code of an inner function is part of this one."""
-        if self.source is None or self._file != inner.co_filename:
+        if self.source is None or self.code.co_filename != inner.co_filename:
             return False
         return self.source.covers(inner.co_firstlineno)
 
@@ -181,11 +181,18 @@ class Watch:
         for function in list(self._functions.values()):
             if function.source is None or function.conditions is None:  # nothing is known
                 for module in set().union(*function.modules.values(), *function.held.values()):
-                    yield Use(module, False)
+                    yield from unread(module, function.code)
                 continue
             modules = {n: m for n, m in function.modules.items() if n not in function.held}
             for node in function.conditions.not_run(function.ran):
                 yield from reader.code(node, function.source, modules, function.namespace)
+
+    def lines(self) -> dict[_Key, frozenset[int]]:
+        """The lines that ran, by function; only of functions that had modules in variables.
+
+        Others may be no part of the model's code, such as callbacks of the garbage collector.
+        """
+        return {key: frozenset(f.ran) for key, f in self._functions.items() if f.modules}
 
     def _on_call(self, frame: types.FrameType, event: str, _: object) -> Any:
         try:

@@ -1,0 +1,131 @@
+"""Where forward asks a layer what it is, the layer keeps its class, and forward does the same."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedoptim import FusedSGD, transforms
+from tests.transforms.asking_models import ASKING, Layers, Plain
+from tests.transforms.helpers import assert_right, randomise, tensors
+
+ASKERS = pytest.mark.parametrize("make", ASKING, ids=lambda make: make.__name__)
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 8, 8)
+
+
+QUESTION = "depends on its class or tensors|may ask what"
+NOTHING_LEFT = {"HasType", "UntraceableInstance", "UntraceableLoop", "UntraceableList", "DidNotRun"}
+"""The models whose convolutions and Linears are all asked."""
+
+
+class TestAnswersStay:
+    @ASKERS
+    def test_in_inference(self, make: Callable[[], Layers]) -> None:
+        model, x = randomise(make()), images()
+        optimized = transforms.optimize(model)
+        assert_right(optimized, model, x)
+        if make.__name__ == "DidNotRun":
+            assert_right(optimized, model, [x])
+
+    @ASKERS
+    def test_in_graph_mode(self, make: Callable[[], Layers]) -> None:
+        model = randomise(make())
+        assert_right(transforms.optimize(model, graph_mode=True), model, images())
+
+    @ASKERS
+    def test_with_a_sample(self, make: Callable[[], Layers]) -> None:
+        model, x = randomise(make()), images()
+        assert_right(transforms.optimize(model, sample_input=x), model, x)
+
+    @ASKERS
+    def test_in_training(self, make: Callable[[], Layers]) -> None:
+        model = randomise(make()).train()
+        optimizer = torch.optim.SGD(model.parameters())
+        optimized, _ = transforms.optimize(model, optimizer)
+        assert_right(optimized.eval(), model.eval(), images())
+
+    @ASKERS
+    def test_in_int8(self, make: Callable[[], Layers]) -> None:
+        model, x = randomise(make()), images()
+        loader: Any = [[x]] if make.__name__ == "DidNotRun" else [x]
+        if make.__name__ in NOTHING_LEFT:
+            with pytest.raises(ValueError, match=QUESTION):
+                transforms.quantize(model, loader)
+            return
+        quantized = transforms.quantize(model, loader)
+        with torch.no_grad():
+            pairs = list(zip(tensors(quantized(x)), tensors(model(x)), strict=True))
+        # Another answer changes their number, or doubles them; rounding does much less.
+        assert all((a - b).norm() < b.norm() / 4 for a, b in pairs)
+
+
+def left_for_a_question(model: nn.Module) -> list[str]:
+    report = transforms.report(model)
+    entries = [entry for knob in report.passes for entry in report.left(knob)]
+    return [entry.where for entry in entries if re.search(QUESTION, entry.what)]
+
+
+class TestOthersAreRewritten:
+    def test_where_nothing_is_asked(self) -> None:
+        optimized = transforms.optimize(randomise(Plain()))
+        report = transforms.report(optimized)
+        assert not left_for_a_question(optimized)
+        for knob in ("conv_bn_folding", "replace_dropout_with_identity", "weights_prepack", "fuse"):
+            assert report.done(knob), knob
+
+    def test_only_layers_of_the_kind_that_is_asked_for_are_left(self) -> None:
+        class Model(Layers):
+            def forward(self, x: Tensor) -> Any:
+                y = self.layers(x)
+                return y * 2 if isinstance(self.layers[3], nn.Dropout) else y
+
+        optimized = transforms.optimize(randomise(Model()))
+        assert set(left_for_a_question(optimized)) == {"layers.3"}
+
+    def test_subclasses_pass_for_their_base(self) -> None:
+        """A packed convolution is a Conv2d, so ``isinstance`` leaves it packed."""
+
+        class Model(Layers):
+            def asks(self, layer: nn.Module) -> bool:
+                return isinstance(layer, nn.Conv2d)
+
+        optimized = transforms.optimize(randomise(Model()))
+        assert not left_for_a_question(optimized)
+
+
+class TestTracesLeaveNoMark:
+    def test_random_numbers(self) -> None:
+        """Forward draws random numbers while it is traced; the user's sequences go on as before."""
+
+        class Model(Plain):
+            def forward(self, x: Tensor, scale: float | None = None) -> Any:
+                return self.layers(x) * random.random() + torch.rand(1)
+
+        def next_numbers() -> tuple[float, float]:
+            return random.random(), torch.rand(()).item()
+
+        model = Model().train()
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        states = random.getstate(), torch.get_rng_state()
+        expected = next_numbers()
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        transforms.optimize(model, optimizer)
+        assert next_numbers() == expected
+
+    def test_nothing_is_kept_of_a_question(self) -> None:
+        model = randomise(ASKING[0]())
+        keys = {name: set(vars(m)) for name, m in model.named_modules()}
+        kinds = [type(m) for m in model.modules()]
+        transforms.restore(transforms.optimize(model, inplace=True))
+        assert {name: set(vars(m)) for name, m in model.named_modules()} == keys
+        assert [type(m) for m in model.modules()] == kinds
