@@ -82,10 +82,15 @@ class RawModule:
         """The compiler's options."""
         self.device = _check_device(device)
         """Where launches run if the arguments do not decide it."""
+        self._compiled: Program | None = None
 
-    @functools.cached_property
+    @property
     def _program(self) -> Program:
-        return compile_source(self.kind, self._source, self.options)
+        # functools.cached_property of CPython 3.11 has one lock for all modules, which a child
+        # that is forked while another thread compiles finds locked.
+        if self._compiled is None:
+            self._compiled = compile_source(self.kind, self._source, self.options)
+        return self._compiled
 
     @property
     def names(self) -> tuple[str, ...]:

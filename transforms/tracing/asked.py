@@ -7,7 +7,6 @@ the layers in disguise: what then differs depends on what they are. Code that no
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Hashable, Iterator
 
 import torch
@@ -41,38 +40,46 @@ class Asked:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._reasons: dict[nn.Module, str] | None = None
 
     def objection(self, module: nn.Module) -> str | None:
         """Why the module must keep its class and tensors, if it must."""
+        if self._reasons is None:
+            self._reasons = _reasons(self._model)
         return self._reasons.get(module)
 
-    @functools.cached_property
-    def _reasons(self) -> dict[nn.Module, str]:
-        model = self._model
-        unrelated: Kinds = (*activations(model), *frozen_batch_norms())
-        if not model.training:
-            unrelated = (*unrelated, _DropoutNd)
-        layers = [m for m in model.modules() if _is_layer(m, unrelated)]
-        if not layers:
-            return {}
-        has_norms = any(map(is_batch_norm, layers))
-        disguises = {
-            m: Disguise(is_batch_norm(m) or isinstance(m, unrelated), gets_bias=has_norms)
-            for m in layers
-        }
-        calls = Calls(model, {type(layer) for layer in layers})
-        reasons: dict[nn.Module, str] = {}
-        for root, trace in calls.traces.items():
-            inside = {m: disguises[m] for m in root.modules() if m in disguises}
-            for module in _deciding(calls, root, trace, inside):
-                why = f"what forward of {calls.name(root)} does depends on its class or tensors"
-                reasons.setdefault(module, why)
-        for module, disguise in disguises.items():
-            known = [calls.asked, calls.asked_instance] if disguise.is_unrelated else [calls.asked]
-            for found in known:
-                if module in found:
-                    reasons.setdefault(module, found[module])
-        return reasons
+
+def _reasons(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers that are asked, and by which code."""
+    disguises = _disguises(model)
+    if not disguises:
+        return {}
+    calls = Calls(model, {type(layer) for layer in disguises})
+    reasons: dict[nn.Module, str] = {}
+    for root, trace in calls.traces.items():
+        inside = {m: disguises[m] for m in root.modules() if m in disguises}
+        for module in _deciding(calls, root, trace, inside):
+            why = f"what forward of {calls.name(root)} does depends on its class or tensors"
+            reasons.setdefault(module, why)
+    for module, disguise in disguises.items():
+        known = [calls.asked, calls.asked_instance] if disguise.is_unrelated else [calls.asked]
+        for found in known:
+            if module in found:
+                reasons.setdefault(module, found[module])
+    return reasons
+
+
+def _disguises(model: nn.Module) -> dict[nn.Module, Disguise]:
+    """The layers that a pass may rewrite, and how each may then differ."""
+    unrelated: Kinds = (*activations(model), *frozen_batch_norms())
+    if not model.training:
+        unrelated = (*unrelated, _DropoutNd)
+    layers = [m for m in model.modules() if _is_layer(m, unrelated)]
+    has_norms = any(map(is_batch_norm, layers))
+    return {
+        m: Disguise(is_batch_norm(m) or isinstance(m, unrelated), gets_bias=has_norms)
+        for m in layers
+    }
 
 
 def _is_layer(module: nn.Module, others: Kinds) -> bool:

@@ -98,3 +98,32 @@ allocator.queue("cpu").wait()
 print(arguments[0].tolist() == [2.0] * 16)
 """)
     assert done.stdout == "True\n"
+
+
+def test_fork_while_another_thread_compiles() -> None:
+    script = """
+import signal, threading
+from fusedoptim.raw import RawModule, kernel
+compile_source = kernel.compile_source
+
+def slowly(*arguments):
+    if threading.current_thread() is thread:
+        compiling.set()
+        forked.wait()
+    return compile_source(*arguments)
+
+kernel.compile_source = slowly
+compiling, forked = threading.Event(), threading.Event()
+source = "kernel void f(global int *x) { x[0] = 1; }"
+thread = threading.Thread(target=lambda: RawModule(source).names)
+thread.start()
+compiling.wait()
+if os.fork() == 0:
+    signal.alarm(60)  # instead of a child that waits forever
+    print(RawModule(source).names, flush=True)
+    os._exit(0)
+os.wait()
+forked.set()
+thread.join()
+"""
+    assert run(script).stdout == "('f',)\n"
