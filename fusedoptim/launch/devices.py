@@ -25,9 +25,15 @@ def backend_of(queue: Any) -> Backend:
         if backend.drives(device):
             return backend
     raise RuntimeError(
-        f"{device.name} is neither a CPU nor a GPU, and kernels run on no other kind of device; "
-        "name another, such as device='cpu'"
+        f"{device.name} is of no kind that kernels run on ({', '.join(BACKENDS)}); name another "
+        "device, such as device='cpu'"
     )
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether kernels run on the device, and use the host's memory."""
+    backend = BACKENDS.get(device.type)
+    return backend is not None and backend.runs_on_host
 
 
 def queue_of(device: torch.device) -> Any:

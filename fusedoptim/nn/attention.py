@@ -111,7 +111,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         for tensor, width in ((query, self.embed_dim), (key, self.kdim), (value, self.vdim)):
             if tensor.is_nested or tensor.dim() != 3 or tensor.shape[2] != width:
                 return False
-            if tensor.device.type != "cpu" or not functional.is_ours(tensor) or not tensor.numel():
+            if not functional.is_ours_to_attend(tensor) or not tensor.numel():
                 return False
         batch = 0 if self.batch_first else 1
         return query.shape[batch] == key.shape[batch] and key.shape[:2] == value.shape[:2]

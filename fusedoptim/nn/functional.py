@@ -51,6 +51,11 @@ def is_ours(tensor: Tensor) -> bool:
     return is_served(tensor)
 
 
+def is_ours_to_attend(tensor: Tensor) -> bool:
+    """Whether our attention serves the tensor: torch's is slow with dropout on the CPU alone."""
+    return tensor.device.type == "cpu" and is_ours(tensor)
+
+
 def cross_entropy(
     input: Tensor,  # noqa: A002 (torch's name)
     target: Tensor,
@@ -319,8 +324,7 @@ def scaled_dot_product_attention(
         and isinstance(is_causal, bool)
         and isinstance(enable_gqa, bool)
         and all(isinstance(x, Tensor) for x in (q, k, v, q if mask is None else mask))
-        and is_ours(q)
-        and q.device.type == "cpu"
+        and is_ours_to_attend(q)
     )
     if is_dropped:
         q, k, v = autocast(q), autocast(k), autocast(v)
@@ -356,7 +360,7 @@ def _is_attention(
 ) -> bool:
     """Whether our attention accepts these arguments."""
     tensors, batch = (query, key, value), query.shape[:-2]
-    if not all(t.device.type == "cpu" and t.dim() >= 3 and is_ours(t) for t in tensors):
+    if not all(t.dim() >= 3 and is_ours_to_attend(t) for t in tensors):
         return False
     if not all(t.dtype == query.dtype and t.shape[:-2] == batch and t.numel() for t in tensors):
         return False
@@ -367,6 +371,6 @@ def _is_attention(
     scores = (*batch, query.shape[-2], key.shape[-2])
     is_addable = mask.dtype in (torch.bool, torch.float32, query.dtype)
     broadcasts = all(own in (1, full) for own, full in zip(mask.shape[::-1], scores[::-1]))
-    is_plain = mask.device.type == "cpu" and mask.layout is torch.strided and not mask.is_nested
+    is_plain = mask.device == query.device and mask.layout is torch.strided and not mask.is_nested
     fits = 2 <= mask.dim() <= len(scores) and broadcasts
     return not is_causal and is_plain and is_addable and fits

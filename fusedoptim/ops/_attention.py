@@ -45,16 +45,16 @@ def attention(
     if query.dtype == torch.float16 or not has_bfloat16_products:
         wide = torch.promote_types(query.dtype, torch.float32)
         tensors = [tensor.to(wide) for tensor in tensors]
-    with _without_autocast():
+    with _without_autocast(query):
         output: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]  # untyped in torch
             *tensors, mask, is_empty, seed, p, scale
         )
     return output.view(*batch, *output.shape[-2:]).to(value.dtype)
 
 
-def _without_autocast() -> torch.autocast:
+def _without_autocast(factor: Tensor) -> torch.autocast:
     """A context in which matrix products have the dtype of their factors."""
-    return torch.autocast("cpu", enabled=False)
+    return torch.autocast(factor.device.type, enabled=False)
 
 
 class _Attention(torch.autograd.Function):
@@ -81,7 +81,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, is_empty, seed, weights, dropped = ctx.saved_tensors
-        with _without_autocast():
+        with _without_autocast(grad):
             if torch.is_grad_enabled():  # of backward(create_graph=True)
                 weights = _weights(query, key, mask, is_empty, ctx.scale)
                 dropped = dropout(weights, seed, ctx.p)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.block import Indices, as_int64
-from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.devices import is_on_host
 from fusedoptim.ops._bag_sorting import LINE, Sorting, digits_of, parts_of, work_of
 from fusedoptim.ops._bag_tables import Tables, are_read_directly
 
@@ -221,7 +221,7 @@ class Sorted:
         tables, is_weighted = batch.tables, bool(batch.sample_weights)
         device, real = tables.device, tables.real
         sizes = batch.sizes()
-        threads = torch.get_num_threads() if BACKENDS[device.type].runs_on_host else 1
+        threads = torch.get_num_threads() if is_on_host(device) else 1
         self.places = places = _places_of(sizes, tables.rows, threads)
         options = tuple(paddings), tuple(means), is_weighted, device, real
         self.layout = layout = _layout_of(batch.shape, *options, work_of(places.room, len(sizes)))

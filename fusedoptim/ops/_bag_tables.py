@@ -19,7 +19,8 @@ _MOST_KEPT = 256
 _DTYPE = operator.attrgetter("dtype")
 _known: dict[Any, tuple[TensorGuards, Tables]] = {}
 """Known tables, each with a check that all is unchanged. The key is the address of the first table,
-the number of tables, and whether autocast is on, as that changes what the check compares."""
+the number of tables, and whether the CPU's autocast is on, as that changes what the check compares.
+Where another device's is switched on or off, the check fails, and the tables are looked at anew."""
 
 
 class Tables:

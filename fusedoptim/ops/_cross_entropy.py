@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.devices import is_on_host
 from fusedoptim.ops._arguments import check_constant
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_rows
 from fusedoptim.ops._registering import directly, register, register_without_gradient
@@ -62,7 +62,7 @@ def _compute(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     loss, log_sum = _like(logits, target, label_smoothing, ignore_index)
-    if BACKENDS[target.device.type].runs_on_host:  # on a GPU it would wait for the device
+    if is_on_host(target.device):  # on a GPU it would wait for the device
         _check_classes(target, logits.shape[1], ignore_index)
     if logits.numel():
         tensors = {"logits": logits, "target": target, "loss": loss, "log_sum": log_sum}

@@ -17,7 +17,7 @@ from fusedoptim._torch_private import (
     saved_tensors_hooks,
     tracing_state,
 )
-from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.devices import is_on_host
 from fusedoptim.ops._arguments import check_bool
 from fusedoptim.ops._bag_batch import (
     MOST_KEPT,
@@ -231,9 +231,9 @@ def bags_and_batch(
         known = tables.remember(integers)
     batch = batch_of(tables, indices, offsets, samples, last, known.are_read_directly)
     outputs = _new_outputs(weights[0], tables.widths.tolist(), batch.shape.bags_of_tensor)
-    is_on_host = BACKENDS[tables.device.type].runs_on_host  # a GPU would have to be waited for
+    can_check = is_on_host(tables.device)  # a GPU would have to be waited for
     if not any(map(Tensor.numel, outputs)):
-        if is_on_host:
+        if can_check:
             check_values(weights, indices, offsets, last)
         return outputs, batch
     dense = weights if tables.are_contiguous else [weight.contiguous() for weight in weights]
@@ -247,7 +247,7 @@ def bags_and_batch(
     columns["output"] = addresses_of(outputs)[sums.tensor] + sums.output
     columns["faults"] = addresses_of([faults])
     sums.launch.run(columns, {})
-    if is_on_host and faults:
+    if can_check and faults:
         check_values(weights, indices, offsets, last)
     return outputs, batch
 
@@ -392,7 +392,7 @@ def check_again(
     if before is not None:
         check_like(tables_of(weights), before)
     # Without hooks, autograd has noticed if saved tensors were changed.
-    if ctx.are_hooked and is_plain(indices, offsets) and weights[0].is_cpu:
+    if ctx.are_hooked and is_plain(indices, offsets) and is_on_host(weights[0].device):
         check_values(weights, indices, offsets, last)
 
 

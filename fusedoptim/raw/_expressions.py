@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedoptim._torch_private import count_modes, increment_version, is_forward_mode, tracing_state
 from fusedoptim.allocator import check_not_forked
 from fusedoptim.launch.backend import LaunchShape, Traits
-from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.devices import BACKENDS, is_on_host
 from fusedoptim.raw import _parameters
 from fusedoptim.raw._arguments import Signature
 from fusedoptim.raw._errors import class_of
@@ -322,7 +322,7 @@ def statements(text: str, what: str) -> str:
 
 def takes_frame(device: torch.device) -> bool:
     """Whether kernels take the address of their arguments: a GPU cannot read the host's memory."""
-    return BACKENDS[device.type].runs_on_host
+    return is_on_host(device)
 
 
 def launch_shape(device: torch.device) -> LaunchShape:
@@ -340,6 +340,6 @@ def chunk_of(n: int, device: torch.device, most_on_caller: int, count: int = 1) 
             calling thread there, and waking other threads takes longer than a short kernel.
         count: how many times ``n`` elements are walked, by groups of their own.
     """
-    if n <= most_on_caller and BACKENDS[device.type].runs_on_host:
+    if n <= most_on_caller and is_on_host(device):
         return max(n, 1)
     return min(launch_shape(device).chunk, max(_MIN_CHUNK, -(-n * count // LEAST_GROUPS)))

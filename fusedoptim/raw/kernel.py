@@ -412,12 +412,13 @@ class RawKernel:
                     f"{other.sycl_device.name}, not in that of {self._place(uses, chosen)}; "
                     "copy it there"
                 )
-        if uses.host is not None and not backend_of(chosen).runs_on_host:
+        backend = backend_of(chosen)
+        if uses.host is not None and not backend.runs_on_host:
             raise RuntimeError(
                 f"{self.name}: argument {uses.host} is in the host's memory, which "
                 f"{chosen.sycl_device.name} ({self._place(uses, chosen)}) cannot read; move it "
-                "there, as tensor.to('xpu') does, or use device='cpu' and arguments on the host "
-                "alone"
+                f"there, as tensor.to({backend.torch_type!r}) does, or use device='cpu' and "
+                "arguments on the host alone"
             )
         return chosen
 

@@ -84,12 +84,13 @@ def _memory(target: object) -> Iterator[torch.UntypedStorage]:
     """The memory of a target's tensors, without those of a module that lie elsewhere."""
     import torch  # not above: the doctor works where torch is broken
 
+    from fusedoptim.launch.devices import is_on_host
     from fusedoptim.step.sharding import local_of
     from fusedoptim.step.tensors import has_memory
 
     def is_here(tensor: torch.Tensor) -> bool:
         local = local_of(tensor)
-        return local.layout is torch.strided and local.device.type == "cpu" and has_memory(local)
+        return local.layout is torch.strided and is_on_host(local.device) and has_memory(local)
 
     if isinstance(target, torch.Tensor):
         if not is_here(target):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim._torch_private import storage_use_count
-from fusedoptim.launch.devices import BACKENDS
+from fusedoptim.launch.devices import is_on_host
 
 CHUNK = 1 << 18
 """Elements of a piece."""
@@ -32,8 +32,7 @@ def has_sole_owner(tensor: Tensor) -> bool:
     Views, tensors in a ``state_dict``, numpy arrays, DLPack capsules, other processes and mapped
     files are other owners.
     """
-    backend = BACKENDS.get(tensor.device.type)
-    if backend is None or not backend.runs_on_host:
+    if not is_on_host(tensor.device):
         return False
     if tensor.nbytes < _MIN_BYTES or _madvise() is None:
         return False

@@ -25,6 +25,7 @@ from fusedoptim._torch_private import (
     shard_spec,
     with_shard,
 )
+from fusedoptim.launch.devices import is_on_host
 
 _GRAD = operator.attrgetter("grad")
 FINGERPRINT = 8
@@ -277,7 +278,7 @@ class MeshSum:
                 f"{tuple(self.mesh.shape)}, and another process has different ones; "
                 "construct all optimizers with the same parameters"
             )
-        self._is_checked = self.device.type != "cpu"  # else it would wait for the device
+        self._is_checked = not is_on_host(self.device)  # else it would wait for the device
 
     def agree(self, layout: Layout | None) -> None:
         """Raise unless all processes have the same parameters, by a collective of its own.
@@ -349,7 +350,7 @@ def over_meshes(
     whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
     for each in sums:
         # Of one size on all processes, or gloo ends those that receive more than they ask for.
-        dtype = torch.float64 if each.device.type == "cpu" else each.dtype
+        dtype = torch.float64 if is_on_host(each.device) else each.dtype
         values = torch.zeros(2 + FINGERPRINT, dtype=dtype, device=each.device)
         each.sign(values)
         for spread, square in squares:
