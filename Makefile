@@ -21,7 +21,8 @@ endef
 # Tests of what is the same in both environments: the sources' structure, torch, what it does with our
 # optimizers, what is made of our operators and how its compiler traces them (TestTracing), what the pool
 # records, whatever driver is below it, damaged files, and the GPU compiler. `make test` alone runs them.
-ONLY_NEWEST := notebooks references transforms packaging/test_structure.py packaging/test_wheel.py \
+ONLY_NEWEST := notebooks references transforms \
+	packaging/test_device_kinds.py packaging/test_structure.py packaging/test_wheel.py \
 	test_reference.py test_benchmarks.py test_convergence.py test_lion.py test_tolerances.py \
 	$(addprefix allocator/,exchange/test_reuse.py monitoring/test_history.py \
 	monitoring/test_profiler.py monitoring/test_scopes.py monitoring/test_snapshot.py \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from allocator.runtime.kinds import is_host
 from allocator.runtime.libraries import load_dpctl
 
 KDL_CPU, KDL_ONEAPI = 1, 14
@@ -24,7 +25,7 @@ def is_host_accessible(device: tuple[int, int]) -> bool:
     """Whether Python may read the memory: the host's, or that of a CPU as a SYCL device."""
     kind, number = device
     if kind == KDL_ONEAPI:
-        return any(d.is_cpu for d in load_dpctl().get_devices()[number:][:1])
+        return any(map(is_host, load_dpctl().get_devices()[number:][:1]))
     return kind == KDL_CPU
 
 

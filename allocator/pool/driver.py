@@ -10,6 +10,7 @@ from allocator.exchange.devices import HOST, oneapi_device
 from allocator.exchange.dlpack import c_api
 from allocator.runtime.devices import KINDS
 from allocator.runtime.fork import check_not_forked, note_driver_runs
+from allocator.runtime.kinds import is_host
 from allocator.runtime.libraries import load_dpctl
 
 HUGE_PAGE = 2 << 20
@@ -76,7 +77,7 @@ class UsmDriver:
         self._largest = device.max_mem_alloc_size
         self._new = getattr(dpctl.memory, f"MemoryUSM{kind.capitalize()}")
         self._error = dpctl.memory.USMAllocationError
-        self.is_host_accessible = device.is_cpu or kind != "device"
+        self.is_host_accessible = is_host(device) or kind != "device"
         self.dlpack_device = HOST if self.is_host_accessible else oneapi_device(device)
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from allocator.runtime.fork import check_not_forked, note_driver_runs, renew_lock_in_child
 from allocator.runtime.isa import DRIVER_VARIABLE, VARIABLE, check_isa
+from allocator.runtime.kinds import DEVICE_KINDS
 from allocator.runtime.libraries import (
     cpu_driver,
     cpu_driver_is_loaded,
@@ -31,13 +32,6 @@ _LIMITS = (
     "SYCL_DEVICE_ALLOWLIST",
     "UR_ADAPTERS_FORCE_LOAD",
 )
-_INSTALL_HINT = {
-    "cpu": "pip install intel-opencl-rt",
-    "gpu": (
-        "install Intel's GPU driver (on Debian and Ubuntu: "
-        "apt install intel-opencl-icd libze1 libze-intel-gpu1)"
-    ),
-}
 
 
 class DeviceNotFoundError(RuntimeError):
@@ -130,17 +124,21 @@ def _queue_of_torch(device: Any) -> Any:
             f"device={device!r} is not a device; pass a SYCL filter string such as 'cpu' or 'gpu', "
             "a torch.device or a dpctl.SyclQueue"
         )
-    if device.type == "cpu":
-        return queue("cpu")
-    if device.type != "xpu":
-        raise ValueError(f"device={device!r} is not served by SYCL; pass one of type cpu or xpu")
-    count = torch.xpu.device_count()
+    kind = next((kind for kind in DEVICE_KINDS if kind.torch_type == device.type), None)
+    if kind is None:
+        known = " or ".join(kind.torch_type for kind in DEVICE_KINDS)
+        raise ValueError(f"device={device!r} is not served by SYCL; pass one of type {known}")
+    if kind.is_host:
+        return queue(kind.name)
+    module = torch.get_device_module(device)
+    count = module.device_count()
     if (device.index or 0) >= count:
         raise DeviceNotFoundError(
-            f"device={device!r} is not among torch's XPUs ({count} found); install torch with "
-            "support for XPU, or pass a SYCL filter string such as 'gpu'"
+            f"device={device!r} is not among torch's {device.type.upper()}s ({count} found); "
+            f"install torch with support for {device.type.upper()}, or pass a SYCL filter string "
+            f"such as {kind.name!r}"
         )
-    return borrowed_queue(torch.xpu.current_stream(device).sycl_queue)
+    return borrowed_queue(module.current_stream(device).sycl_queue)
 
 
 def _queue_of(device: str) -> Any:
@@ -179,13 +177,14 @@ def _cure(device: str, present: str, limits: list[str]) -> str:
         present: filter strings of those that were found.
         limits: variables that may hide it.
     """
-    kind = next((kind for kind in _INSTALL_HINT if kind in device.split(":")), None)
+    kind = next((kind for kind in DEVICE_KINDS if kind.name in device.split(":")), None)
     if kind is None:
-        hint = "use 'cpu', 'gpu' or one of those found"
-    elif kind in present:
+        names = ", ".join(repr(kind.name) for kind in DEVICE_KINDS)
+        hint = f"use {names} or one of those found"
+    elif kind.name in present:
         hint = "use one of those found"
     else:
-        hint = _INSTALL_HINT[kind]
+        hint = kind.install
     if limits:
         return f"unset {' and '.join(limits)}, which may hide it, or {hint}"
     driver = cpu_driver()

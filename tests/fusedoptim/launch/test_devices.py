@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from allocator.runtime.kinds import DEVICE_KINDS
 from fusedoptim import allocator, ops
 from fusedoptim.launch import devices
 from fusedoptim.launch.backend import Backend, Compiler, LaunchShape
@@ -65,3 +66,8 @@ def test_operators_follow_torch(launched: list[SyclKernel]) -> None:
     allowed, _ = cross_entropy_errors(logits.double(), target, 0.0, torch.float32)
     assert launched
     assert_within(loss, exact, allowed, "loss")
+
+
+def test_the_allocator_has_the_same_kinds() -> None:
+    by_torch = {kind.torch_type: kind.is_host for kind in DEVICE_KINDS}
+    assert by_torch == {name: kind.runs_on_host for name, kind in devices.BACKENDS.items()}
