@@ -13,7 +13,7 @@ from fusedoptim.optimizer import FusedOptimizer
 from fusedoptim.step.rule import Candidate, Numbers
 from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import Steps
-from fusedoptim.step.tensors import Group
+from fusedoptim.step.tensors import PARAM_DTYPES, Group
 
 __all__ = ["FusedAdam", "FusedAdamW"]
 
@@ -24,6 +24,8 @@ _KERNELS: dict[Any, str] = {
     "float8": "adam_float8",
 }
 """The kernel for each ``state_dtype``."""
+_REDUCED = [dtype for dtype, known in PARAM_DTYPES.items() if known.state == torch.float32]
+"""The dtypes of parameters whose state may have another ``state_dtype`` than float32."""
 
 
 class _Adam(FusedOptimizer):
@@ -85,9 +87,10 @@ class _Adam(FusedOptimizer):
 
     def _check_param_dtypes(self, what: str, params: list[Any]) -> None:
         for dtype in {p.dtype for p in params if isinstance(p, Tensor)}:
-            if dtype in (torch.float64, torch.complex64, torch.complex128):
+            if dtype in PARAM_DTYPES and dtype not in _REDUCED:
+                *names, last = (str(each).removeprefix("torch.") for each in _REDUCED)
                 raise TypeError(
-                    f"{what} is for parameters of float32, bfloat16 and float16, and one is "
+                    f"{what} is for parameters of {', '.join(names)} and {last}, and one is "
                     f"{dtype}; convert the model, or use state_dtype=torch.float32"
                 )
 

@@ -21,7 +21,7 @@ from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.plan import PIECES
 from fusedoptim.step.scalars import CLIP_EPS, TakesScale, common_factor
 from fusedoptim.step.sharding import is_piece
-from fusedoptim.step.tensors import Group, State, update_order
+from fusedoptim.step.tensors import Group, State, state_dtype, update_order
 from fusedoptim.step.unchanged import are_same_objects
 
 __all__ = ["OffloadOptimizer"]
@@ -361,8 +361,8 @@ class OffloadOptimizer(Optimizer):
                 kinds.setdefault((grad.device, grad.dtype), []).append(_values(grad))
         norms = []
         for (_, dtype), grads in kinds.items():
-            wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
-            each = torch._foreach_norm(grads, 2, dtype=wide)
+            wide = state_dtype(grads[0])
+            each = torch._foreach_norm(grads, 2, dtype=None if wide == dtype else wide)
             norms.append(torch.linalg.vector_norm(torch.stack(each)))
         squares = [norm.to("cpu", torch.float64).square() for norm in norms]
         return common_factor(grad_scale, squares, self.max_grad_norm, CLIP_EPS).reciprocal()

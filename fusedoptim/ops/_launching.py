@@ -9,19 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedoptim.dtypes import VARIANTS
 from fusedoptim.launch.block import Chunks, LaunchBlock, row_addresses
 from fusedoptim.launch.devices import BACKENDS
 from fusedoptim.launch.kernel import kernel_for
 from fusedoptim.launch.pipeline import Pipeline
+from fusedoptim.step.tensors import PARAM_DTYPES
 
 DEVICES = tuple(BACKENDS)
 """The types of the devices that kernels run on."""
-VARIANT_OF = {getattr(torch, v.params[0]): v.name for v in VARIANTS.values() if v.params}
+VARIANT_OF = {d: known.variant for d, known in PARAM_DTYPES.items() if not d.is_complex}
 """The variant of a kernel for each dtype that kernels compute with; no complex ones."""
-ARITHMETIC_OF = {
-    getattr(torch, v.params[0]): getattr(torch, v.arithmetic) for v in VARIANTS.values() if v.params
-}
+ARITHMETIC_OF = {dtype: PARAM_DTYPES[dtype].arithmetic for dtype in VARIANT_OF}
 """The dtype that kernels compute in, for each dtype of ``VARIANT_OF``."""
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in VARIANT_OF)
 """The dtypes of ``VARIANT_OF``, as errors list them."""

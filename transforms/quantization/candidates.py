@@ -6,12 +6,11 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from transforms.rewrites import fast_path, geometry
 from transforms.rewrites.finite import is_finite
-from transforms.rewrites.int8 import CLASSES, Int8Module
+from transforms.rewrites.int8 import CLASSES, DTYPES, Int8Module
 from transforms.rewrites.watched_parameter import WatchedParameter
 from transforms.tracing.asked import Asked
 from transforms.tracing.modules import (
@@ -23,7 +22,6 @@ from transforms.tracing.modules import (
 )
 
 _KINDS: Kinds = tuple(CLASSES)
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def objections(
@@ -84,7 +82,7 @@ def _objection(module: Any) -> str | None:
         return f"has a weight of class {type(weight).__name__}"
     if weight.device.type != "cpu":
         return f"is on {weight.device}: oneDNN's INT8 is for the CPU"
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in DTYPES:
         return f"is {weight.dtype}: INT8 replaces float32 and bfloat16"
     if weight.numel() == 0:
         return "has no weights"

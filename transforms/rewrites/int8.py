@@ -34,7 +34,8 @@ from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
 from transforms.rewrites.packed_copy import are_sources, can_follow
 from transforms.rewrites.watched_parameter import detached, state, unwatch_all
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
+"""The dtypes in which a product has its weight and its inputs, before INT8 replaces it."""
 _MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The channels-last format for each number of dimensions of a batch of images."""
 
@@ -274,7 +275,7 @@ def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None) -> torch.dt
         dtype = x_dtype
     else:
         return None  # torch's module raises
-    served = all(t in _DTYPES for t in (x_dtype, weight.dtype, dtype))
+    served = all(t in DTYPES for t in (x_dtype, weight.dtype, dtype))
     return dtype if served else None
 
 
