@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ from fusedoptim.step.checks import (
     describe,
     named_params,
 )
-from fusedoptim.step.hooks import HookOfOneCall, with_hooks
+from fusedoptim.step.hooks import call_with_hook, with_hooks
 from fusedoptim.step.modes import check_not_traced
 from fusedoptim.step.plan import StepPlan
 from fusedoptim.step.rule import Candidate, UpdateDefinition, UpdateRule
@@ -415,14 +416,8 @@ class FusedOptimizer(UpdateDefinition):
 
         # The lock, as torch iterates over the hooks, which another thread's call changes.
         with between_steps(self, "state_dict"):
-            hook = HookOfOneCall(as_saved)
-            try:
-                hook.handle = self.register_state_dict_post_hook(hook, prepend=True)
-                state_dict: dict[str, Any] = without_dynamo(super().state_dict)()
-                return state_dict
-            finally:
-                hook.is_over = True
-                hook.remove()
+            register = functools.partial(self.register_state_dict_post_hook, prepend=True)
+            return call_with_hook(register, as_saved, without_dynamo(super().state_dict))
 
     def _unsaved_state(self) -> set[str]:
         """The names of the state that :meth:`state_dict` leaves out."""
@@ -458,16 +453,14 @@ class FusedOptimizer(UpdateDefinition):
                 saved = self._saved(final)
             self._to_restore = [(p, s, self._trail_after_load(p, s)) for p, s in saved]
 
-        hook = HookOfOneCall(check)  # the last before torch reads the checkpoint
+        load = functools.partial(without_dynamo(super().load_state_dict), state_dict)
         with between_steps(self, "load_state_dict"):  # torch iterates over the hooks here too
             try:
-                hook.handle = self.register_load_state_dict_pre_hook(hook)
-                without_dynamo(super().load_state_dict)(state_dict)
+                # It is the last before torch reads the checkpoint.
+                call_with_hook(self.register_load_state_dict_pre_hook, check, load)
             finally:
-                hook.is_over = True
-                self._to_restore = ()  # an interrupt may come in the calls below
+                self._to_restore = ()  # an interrupt may come in the call below
                 vars(self).pop("_to_restore", None)
-                hook.remove()
 
     def _to_load(self, saved: Any) -> Any:
         """What is loaded of a parameter's state in a checkpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -18,6 +18,9 @@ from fusedoptim._torch_private import (
 )
 
 _Step = TypeVar("_Step", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
+_Hook: TypeAlias = Callable[[Optimizer, dict[str, Any]], None]
+"""A hook of ``state_dict`` or ``load_state_dict``."""
 
 
 def with_hooks(step: _Step) -> _Step:
@@ -64,25 +67,25 @@ def _leads_to(method: Any, wrapper: object) -> bool:
     return method is wrapper
 
 
-class HookOfOneCall:
-    """A hook that an optimizer has during one call, at whose end ``is_over`` is set.
+def call_with_hook(
+    register: Callable[[_Hook], RemovableHandle], function: _Hook, call: Callable[[], _Result]
+) -> _Result:
+    """Call ``call`` while ``function`` is an optimizer's hook, which ``register`` makes it.
 
     An interrupt may come where torch registers the hook or removes it. A hook that stays does
     nothing from then on.
     """
+    is_over, handle = False, None
 
-    is_over = False
-    handle: RemovableHandle | None = None
+    def hook(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if not is_over:
+            function(optimizer, state_dict)
 
-    def __init__(self, function: Callable[[Optimizer, dict[str, Any]], None]) -> None:
-        self._function = function
-
-    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Be called by torch."""
-        if not self.is_over:
-            self._function(optimizer, state_dict)
-
-    def remove(self) -> None:
-        """Remove the hook, if it was registered."""
-        if self.handle is not None:
-            self.handle.remove()
+    try:
+        handle = register(hook)
+        result = call()
+    finally:
+        is_over = True
+        if handle is not None:
+            handle.remove()
+    return result
