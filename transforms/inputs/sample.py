@@ -25,8 +25,14 @@ _LEAST_PASSES, _ENOUGH_SECONDS = 2, 0.5
 @contextlib.contextmanager
 def trial(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Run calls of ``model`` under autocast to ``dtype``, if any, after which it is as before."""
-    with put_back(model), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+    kind = _device_type(model)
+    with put_back(model), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
         yield
+
+
+def _device_type(model: nn.Module) -> str:
+    """The kind of the device that the model is on."""
+    return next((param.device.type for param in model.parameters() if not param.is_meta), "cpu")
 
 
 def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None) -> None:
@@ -56,21 +62,26 @@ def check_sample(model: nn.Module, sample_input: Any, dtype: torch.dtype | None)
         with torch.no_grad(), trial(model, dtype):
             caller(model, sample_input)()
     except Exception as error:
+        kind = _device_type(model)
         raise ValueError(
-            f"dtype={dtype}: under torch.autocast('cpu', dtype={dtype}), {type(model).__name__} "
+            f"dtype={dtype}: under torch.autocast({kind!r}, dtype={dtype}), {type(model).__name__} "
             f"fails with sample_input ({error}); pass dtype=None, or run the layer that fails "
-            "under torch.autocast('cpu', enabled=False)"
+            f"under torch.autocast({kind!r}, enabled=False)"
         ) from error
 
 
 def caller(model: nn.Module, sample_input: Any) -> Callable[[], object]:
     """A function that calls ``model`` with a copy of the sample, into which it may write."""
+    kind = _device_type(model)
 
     def call() -> object:
         given = _pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), sample_input)
         if isinstance(given, Tensor):
-            return model(given)
-        return model(**given) if isinstance(given, dict) else model(*given)
+            given = (given,)
+        output = model(**given) if isinstance(given, dict) else model(*given)
+        if kind != "cpu":  # a call returns before its kernels have run, and may be timed
+            torch.get_device_module(kind).synchronize()
+        return output
 
     return call
 
