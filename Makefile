@@ -33,7 +33,7 @@ ONLY_NEWEST := notebooks references transforms \
 	kernels/test_validation.py ops/test_example.py ops/test_torchvision.py step/test_interrupts.py \
 	step/test_modes.py test_migration.py test_torch_private.py test_training.py)
 
-.PHONY: demo convergence test test-packages test-transforms test-jit check docs kernels \
+.PHONY: demo convergence test test-packages test-transforms test-jit coverage check docs kernels \
         kernels-verify kernels-validate bench notebooks lab clean
 
 demo: .venv/installed  ## train on real data with torch's SGD and with FusedSGD
@@ -54,6 +54,13 @@ test-transforms: .venv/installed
 # Torch has a thread for each core in `make test`, and one here: the other way to launch kernels.
 test-jit: .venv-jit/installed  ## the tests of what runs on the pinned numba-dpex packages
 	OMP_NUM_THREADS=1 $(JIT)/python -m pytest $(ONLY_NEWEST:%=--ignore=tests/%) -k 'not TestTracing'
+
+# Reports also after a failure. Each process that the tests start writes a file, which `combine` deletes.
+coverage: .venv/installed  ## the lines and branches that tests run: a table, and pages in out/coverage/html
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest; failed=$$?; \
+	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage html --quiet && \
+	$(BIN)/python -m coverage report && exit $$failed
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
