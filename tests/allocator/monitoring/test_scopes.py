@@ -48,6 +48,15 @@ def test_by_pool(pool: Pool) -> None:
     assert scope.usage == Usage(1024, 1536, 1536, 1, 2, 2)
 
 
+def test_repr(pool: Pool) -> None:
+    with statistics("part") as scope:
+        _x = pool.empty(100)
+        pool.empty(1000)
+    assert (
+        repr(scope) == "<statistics 'part': 512 B now, at most 4.5 KiB, 4.5 KiB in 2 allocations>"
+    )
+
+
 def test_nested(pool: Pool) -> None:
     with statistics("outer") as outer:
         x = pool.empty(100)

@@ -222,6 +222,7 @@ class TestOptimizer:
 class TestRefused:
     BAG = torch.nn.EmbeddingBag(4, 2, mode="sum")
     OFFSETS = torch.tensor([0])
+    ROW_BAGS = torch.tensor([[0, 1], [2, 3]])
 
     @pytest.mark.parametrize(
         ("tables", "options", "error", "message"),
@@ -325,6 +326,25 @@ class TestRefused:
         with pytest.raises(TypeError, match=re.escape(message)):
             MergedEmbeddingBag([(4, 2)], optimizer)(*args)
 
+    @pytest.mark.parametrize(
+        ("args", "error", "message"),
+        [
+            ((ROW_BAGS, [OFFSETS]), TypeError, "input is one tensor and offsets are a list"),
+            (([ROW_BAGS],), ValueError, "there are 2 tables, 1 inputs, 2 offsets and 2 per_sample"),
+            (([ROW_BAGS, OFFSETS],), ValueError, "input 1 has shape (1,) and no offsets"),
+            (
+                ([ROW_BAGS] * 2, None, [ROW_BAGS.float(), None]),
+                ValueError,
+                "some tables have per_sample_weights and others None; pass ones",
+            ),
+        ],
+    )
+    def test_one_argument_for_each_table(
+        self, args: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            MergedEmbeddingBag([(4, 2), (4, 2)])(*args)
+
     def test_optimizer_of_none(self) -> None:
         with pytest.raises(RuntimeError, match="construct it with optimizer='sgd'"):
             new_module(None).optimizer()
@@ -427,6 +447,17 @@ class TestModules:
         module.after = torch.nn.Linear(2, 2)
         assert all(map(torch.equal, module(*bags), wanted))
         assert len([*module]) == len(module) == len(ROWS)
+
+
+def test_sample_weights_of_bags_in_rows() -> None:
+    bags = [torch.nn.EmbeddingBag(rows, 3, mode="sum") for rows in (5, 7)]
+    for bag in bags:
+        torch.nn.init.constant_(bag.weight, 2.0)
+    indices = [torch.randint(5, (4, 2)), torch.randint(7, (4, 6))]
+    samples = [torch.randint(9, i.shape).float() for i in indices]  # sums of integers are exact
+    sums = MergedEmbeddingBag.from_embedding_bags(bags)(indices, None, samples)
+    for bag, i, s, own in zip(bags, indices, samples, sums):
+        assert torch.equal(own, bag(i, per_sample_weights=s))
 
 
 def test_names_of_ipex() -> None:

@@ -88,6 +88,8 @@ def test_what_is_left_alone() -> None:
     assert not is_split(attend, *(t[:, :, :9] for t in (q, k, v)))
     assert not is_split(lambda q, k, v: attend(q, k, v, enable_gqa=True), q, k[:, :1], v[:, :1])
     assert not is_split(attend, q, k, v[..., :9])
+    assert not is_split(attend, *(t[0] for t in (q, k, v)))
+    assert not is_split(attend, q, k[:1], v[:1])
     long = torch.randn(1, 2, attention._MOST_KEYS + 1, 8).bfloat16()
     assert not is_split(attend, long, long, long)
 

@@ -78,6 +78,25 @@ def test_other_differences() -> None:
     assert comparison.difference() == "the model failed with sample_input: no factor"
 
 
+def test_another_number_of_tensors() -> None:
+    model, x = Scaled(lambda x: [x, x]), torch.randn(3, 2)
+    comparison = Comparison(model, x)
+    model.container = lambda x: [x]
+    assert comparison.difference() == "the output for sample_input changed its shape or dtype"
+    assert comparison.error_of(Comparison(model, x)) is None
+    calls = itertools.count(1)
+    model.container = lambda x: [x] * next(calls)
+    assert Comparison(model, x).objection() == "changes from call to call (1 of 1 tensors)"
+
+
+def test_a_tensor_without_elements() -> None:
+    model = Scaled(lambda x: [x[:0], x])
+    comparison = Comparison(model, torch.ones(3, 2))
+    assert comparison.difference() is None
+    model.factor = 2.0
+    assert str(comparison.difference()).startswith("the output for sample_input changed by 1,")
+
+
 def test_integers() -> None:
     """Rounding alone may change a predicted class where two are equally likely, but not many."""
     model, x = Scaled(lambda x: x.long()), torch.arange(1.0, 201.0)
