@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -16,3 +17,12 @@ def processor_facts() -> dict[str, str]:
     """
     first = PROCESSORS.read_text().split("\n\n")[0]
     return dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether the processor multiplies tiles of 16-bit numbers (Intel's AMX)."""
+    try:
+        return "amx_bf16" in processor_facts().get("flags", "").split()
+    except OSError:
+        return False

@@ -8,7 +8,6 @@ dispatch mode or function mode of the user.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedoptim._processor import processor_facts
+from fusedoptim._processor import has_tiles
 from fusedoptim._torch_private import has_bfloat16_products
 from fusedoptim.ops._conv2d import conv2d, output_size
 from transforms.rewrites import onednn_products
@@ -100,19 +99,11 @@ def limits(dtype: torch.dtype, kernel_size: Sequence[int]) -> Limits:
     """
     of_taps = _NONE
     if dtype is torch.bfloat16 and has_bfloat16_products:
-        of_taps = _BFLOAT16_BY_TILES if _has_tiles() else _BFLOAT16
+        of_taps = _BFLOAT16_BY_TILES if has_tiles() else _BFLOAT16
     elif dtype is torch.float32:
         is_mkl_slow = onednn_products.objection() is None
         of_taps = _FLOAT32_BY_SLOW_MKL if is_mkl_slow else _FLOAT32
     return of_taps.one if math.prod(kernel_size) == 1 else of_taps.several
-
-
-@functools.cache
-def _has_tiles() -> bool:
-    try:
-        return "amx_bf16" in processor_facts().get("flags", "").split()
-    except OSError:
-        return False
 
 
 def _served_dtype(conv: MatmulConv2d, x: Tensor) -> torch.dtype | None:

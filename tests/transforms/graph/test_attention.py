@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusedoptim import transforms
+from fusedoptim import _processor, transforms
 from tests.tolerances import assert_as_exact
 from tests.transforms.helpers import needs_bfloat16_products, operators_called
 from transforms.graph import attention
 
-pytestmark = needs_bfloat16_products
+pytestmark = [
+    needs_bfloat16_products,
+    pytest.mark.skipif(_processor.has_tiles(), reason="torch's own attention is faster by tiles"),
+]
 SHAPES = {
     "square": ((2, 3, 151, 17), (2, 3, 151, 17)),
     "other-keys": ((1, 12, 129, 64), (1, 12, 97, 64)),

@@ -18,7 +18,9 @@ from tests.transforms.graph.helpers import (
     Residual,
     assert_as_eager,
 )
-from tests.transforms.helpers import assert_right, exactly, randomise
+from tests.transforms.helpers import assert_right, exactly, operators_called, randomise
+from transforms.graph import attention
+from transforms.graph.backend import graph_backend
 from transforms.rewrites.packed import supported_dtypes
 
 
@@ -324,3 +326,18 @@ def test_transforms_and_modes_around() -> None:
             assert_as_eager(ours, model, x)
         exported = torch.export.export(model, (x,)).module()
         torch.testing.assert_close(exported(x), model(x))
+
+
+@pytest.mark.skipif(torch.bfloat16 not in supported_dtypes(), reason="attention stays torch's")
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_attention_where_the_processor_multiplies_tiles(
+    monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+) -> None:
+    monkeypatch.setattr(attention, "has_tiles", lambda: has_tiles)
+    torch._dynamo.reset()
+    run = torch.compile(F.scaled_dot_product_attention, backend=graph_backend, dynamic=False)
+    inputs = [torch.randn(2, 3, 151, 16).bfloat16() for _ in range(3)]
+    with torch.no_grad():
+        run(*inputs)
+        called = operators_called(lambda: run(*inputs))
+    assert ("aten::baddbmm" in called) is not has_tiles

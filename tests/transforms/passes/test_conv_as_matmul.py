@@ -351,9 +351,9 @@ class TestLimits:
     @pytest.fixture(autouse=True)
     def _unpatched(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.undo()
-        conv_as_matmul._has_tiles.cache_clear()
+        _processor.has_tiles.cache_clear()
         yield
-        conv_as_matmul._has_tiles.cache_clear()
+        _processor.has_tiles.cache_clear()
 
     @pytest.mark.parametrize(
         ("flags", "has_products", "one_tap", "several"),
