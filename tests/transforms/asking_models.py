@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Layers(nn.Module):
@@ -32,7 +35,7 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
             if self.asks(layer):
-                found.append(x.sum())
+                found.append(x)
         return [*found, x]
 
     def asks(self, layer: nn.Module) -> bool:
@@ -178,7 +181,7 @@ class UntraceableLoop(Layers):
         for layer in self.layers:
             x = layer(x)
             if type(layer) in (nn.Conv2d, nn.GELU) and x.sum() < 1e9:
-                found.append(x.sum())
+                found.append(x)
         return [*found, x]
 
 
@@ -256,6 +259,139 @@ def _kinds(layers: tuple[nn.Module, ...]) -> int:
     return _scale() * sum(isinstance(layer, nn.ReLU) for layer in layers)
 
 
+class AsksTwice(Layers):
+    """One class decides one answer alone; two others decide another together."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layers(x)
+        if isinstance(self.layers[3], nn.Dropout):
+            y = y * 2
+        kinds = (nn.ReLU, nn.BatchNorm2d)
+        return y * (3 if any(isinstance(layer, kinds) for layer in self.layers) else 1)
+
+
+class HasModule(Layers):
+    def asks(self, layer: nn.Module) -> bool:
+        return type(layer).__module__.startswith("torch.nn")
+
+
+class AsksInEvaluation(Layers):
+    def forward(self, x: Tensor) -> Any:
+        y = self.layers(x)
+        if not self.training and type(self.layers[3]) is nn.Dropout:
+            y = y * 2
+        return y
+
+
+class UntraceableGenerator(_Untraceable):
+    def kinds(self) -> Iterator[str]:
+        for layer in self.layers:
+            yield type(layer).__name__
+
+    def asks(self, layer: nn.Module) -> bool:
+        return "Dropout" in self.kinds()
+
+
+class UntraceableProperty(_Untraceable):
+    @property
+    def has_dropout(self) -> bool:
+        return any(isinstance(layer, nn.Dropout) for layer in self.layers)
+
+    def asks(self, layer: nn.Module) -> bool:
+        return self.has_dropout
+
+
+@dataclasses.dataclass
+class Holder:
+    layer: nn.Module
+
+    def is_linear(self) -> bool:
+        return type(self.layer) is nn.Linear
+
+
+class UntraceableHolder(_Untraceable):
+    def asks(self, layer: nn.Module) -> bool:
+        return Holder(layer).is_linear()
+
+
+class UntraceableDisplay(_Untraceable):
+    def asks(self, layer: nn.Module) -> bool:
+        found = {"a": layer} | {"b": [*self.layers][3]}
+        return isinstance(found["b"], nn.Dropout)
+
+
+class UntraceableAttribute(_Untraceable):
+    def asks(self, layer: nn.Module) -> bool:
+        return hasattr(layer, "eps")
+
+
+class UntraceableBias(_Untraceable):
+    def asks(self, layer: nn.Module) -> bool:
+        return getattr(layer, "bias", None) is None
+
+
+def doubled_if_any_dropout(y: Tensor, *layers: nn.Module) -> Tensor:
+    """A function that torch.fx cannot trace."""
+    if y.sum() > 1e9:
+        return y
+    return y * 2 if any(map(is_dropout, layers)) else y
+
+
+def is_dropout(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Dropout)
+
+
+class UntraceableStarred(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return doubled_if_any_dropout(self.layers(x), *self.layers)
+
+
+class Checkpoints(nn.Module):
+    """Its body is called by torch's code alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = IsDropout()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class OverridesCall(IsDropout):
+    def __call__(self, x: Tensor) -> Any:
+        y = super().__call__(x)
+        return y if isinstance(self.layers[2], nn.ReLU) else y[:1]
+
+
+def replaced_forward() -> Layers:
+    model = Layers()
+    model.forward = IsDropout.forward.__get__(model)  # type: ignore[method-assign]
+    model.asks = IsAnyActivation.asks.__get__(model)  # type: ignore[method-assign,attr-defined]
+    model.kind = nn.Dropout
+    return model
+
+
+class Outer(nn.Module):
+    """Does something else in each call, and calls a child that asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = IsDropout()
+
+    def forward(self, x: Tensor) -> Any:
+        global _calls
+        _calls += 1
+        return [y + 0 * _calls for y in self.body(x)]
+
+
+class Exits(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            if not layer.__class__.__module__.startswith("torch"):
+                sys.exit("an unknown layer")
+        return self.layers(x)
+
+
 _calls = 0
 
 
@@ -269,7 +405,7 @@ class ChangesInEachCall(Layers):
         return 2 * y if isinstance(self.layers[2], nn.ReLU) else y
 
 
-ASKING: list[Callable[[], Layers]] = [
+ASKING: list[Callable[[], nn.Module]] = [
     *(IsInstance, IsNorm, IsDropout, IsIdentity, IsAnyActivation, HasType, HasClass, HasName),
     *(
         HasRepr,
@@ -284,7 +420,17 @@ ASKING: list[Callable[[], Layers]] = [
     ),
     *(Dispatches, FindsByName, Returns, UntraceableInstance, UntraceableLoop, UntraceableChild),
     *(UntraceableList, UntraceableHelper, UntraceableFunction, DidNotRun, Remembers),
-    ChangesInEachCall,
+    *(ChangesInEachCall, AsksTwice, HasModule, AsksInEvaluation, UntraceableGenerator),
+    *(UntraceableProperty, UntraceableHolder, UntraceableDisplay, UntraceableAttribute),
+    *(
+        UntraceableBias,
+        UntraceableStarred,
+        Checkpoints,
+        OverridesCall,
+        replaced_forward,
+        Outer,
+        Exits,
+    ),
 ]
 
 
@@ -296,3 +442,12 @@ class Plain(Layers):
             raise TypeError(f"{type(self).__name__} takes a tensor")
         y = self.layers(x)
         return y if getattr(self, "scale", None) is None else y * torch.tensor(2.0)
+
+
+class PlainUntraceable(Plain):
+    """Names a class in the text of an error alone."""
+
+    def forward(self, x: Tensor, scale: float | None = None) -> Any:
+        if x.sum() > 1e9:
+            raise RuntimeError(f"{type(self.layers[0]).__name__} returns {x.sum()}")
+        return super().forward(x, scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedoptim import FusedSGD, transforms
-from tests.transforms.asking_models import ASKING, Layers, Plain
+from tests.transforms.asking_models import ASKING, Layers, Plain, PlainUntraceable
 from tests.transforms.helpers import assert_right, randomise, tensors
 
 ASKERS = pytest.mark.parametrize("make", ASKING, ids=lambda make: make.__name__)
@@ -23,13 +23,13 @@ def images() -> Tensor:
 
 
 QUESTION = "depends on its class or tensors|may ask what"
-NOTHING_LEFT = {"HasType", "UntraceableInstance", "UntraceableLoop", "UntraceableList", "DidNotRun"}
+NOTHING_LEFT = {"HasType", "UntraceableList", "HasModule", "UntraceableGenerator", "Exits"}
 """The models whose convolutions and Linears are all asked."""
 
 
 class TestAnswersStay:
     @ASKERS
-    def test_in_inference(self, make: Callable[[], Layers]) -> None:
+    def test_in_inference(self, make: Callable[[], nn.Module]) -> None:
         model, x = randomise(make()), images()
         optimized = transforms.optimize(model)
         assert_right(optimized, model, x)
@@ -37,24 +37,30 @@ class TestAnswersStay:
             assert_right(optimized, model, [x])
 
     @ASKERS
-    def test_in_graph_mode(self, make: Callable[[], Layers]) -> None:
+    def test_in_graph_mode(self, make: Callable[[], nn.Module]) -> None:
         model = randomise(make())
         assert_right(transforms.optimize(model, graph_mode=True), model, images())
 
     @ASKERS
-    def test_with_a_sample(self, make: Callable[[], Layers]) -> None:
+    def test_with_a_sample(self, make: Callable[[], nn.Module]) -> None:
         model, x = randomise(make()), images()
         assert_right(transforms.optimize(model, sample_input=x), model, x)
 
     @ASKERS
-    def test_in_training(self, make: Callable[[], Layers]) -> None:
+    def test_in_training(self, make: Callable[[], nn.Module]) -> None:
         model = randomise(make()).train()
         optimizer = torch.optim.SGD(model.parameters())
         optimized, _ = transforms.optimize(model, optimizer)
         assert_right(optimized.eval(), model.eval(), images())
 
     @ASKERS
-    def test_in_int8(self, make: Callable[[], Layers]) -> None:
+    def test_in_inference_after_training(self, make: Callable[[], nn.Module]) -> None:
+        model = randomise(make()).train()
+        optimized, _ = transforms.optimize(model, torch.optim.SGD(model.parameters()))
+        assert_right(transforms.optimize(optimized.eval()), model.eval(), images())
+
+    @ASKERS
+    def test_in_int8(self, make: Callable[[], nn.Module]) -> None:
         model, x = randomise(make()), images()
         loader: Any = [[x]] if make.__name__ == "DidNotRun" else [x]
         if make.__name__ in NOTHING_LEFT:
@@ -75,11 +81,13 @@ def left_for_a_question(model: nn.Module) -> list[str]:
 
 
 class TestOthersAreRewritten:
-    def test_where_nothing_is_asked(self) -> None:
-        optimized = transforms.optimize(randomise(Plain()))
+    @pytest.mark.parametrize("make", [Plain, PlainUntraceable])
+    def test_where_nothing_is_asked(self, make: Callable[[], nn.Module]) -> None:
+        optimized = transforms.optimize(randomise(make()))
         report = transforms.report(optimized)
         assert not left_for_a_question(optimized)
-        for knob in ("conv_bn_folding", "replace_dropout_with_identity", "weights_prepack", "fuse"):
+        knobs = ("conv_bn_folding", "fuse") if make is Plain else ()
+        for knob in (*knobs, "replace_dropout_with_identity", "weights_prepack"):
             assert report.done(knob), knob
 
     def test_only_layers_of_the_kind_that_is_asked_for_are_left(self) -> None:
@@ -100,6 +108,67 @@ class TestOthersAreRewritten:
 
         optimized = transforms.optimize(randomise(Model()))
         assert not left_for_a_question(optimized)
+
+
+class TestTensorsThatForwardMakes:
+    """They are compared between traces, where they can be."""
+
+    @pytest.mark.filterwarnings("ignore:.*are deprecated and will be removed")
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).dequantize(),
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).q_scale(),
+            lambda: torch.ones(2, dtype=torch.complex64).conj().real.sum(),
+            lambda: torch.ones(2, dtype=torch.complex64).conj().imag.sum(),
+            lambda: torch.ones(2, 2).to_sparse().to_dense().sum(),
+            lambda: torch.tensor(float("nan")).nan_to_num(),
+            lambda: torch.ones(2, dtype=torch.bfloat16).sum().float(),
+        ],
+    )
+    def test_of_every_kind(self, make: Callable[[], Any]) -> None:
+        class Model(Plain):
+            def forward(self, x: Tensor, scale: float | None = None) -> Any:
+                return self.layers(x).sum() * made(make).sum()
+
+        model = randomise(Model())
+        optimized = transforms.optimize(model)
+        assert not left_for_a_question(optimized)
+        assert_right(optimized, model, images())
+
+    @pytest.mark.filterwarnings("ignore:.*are deprecated and will be removed", "ignore:.*nested")
+    @pytest.mark.parametrize("kind", ["quantized", "conjugate", "nested", "meta"])
+    def test_returned(self, kind: str) -> None:
+        tensors = {
+            "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+            "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "meta": torch.ones(2, device="meta"),
+        }
+
+        class Model(Plain):
+            def forward(self, x: Tensor, scale: float | None = None) -> Any:
+                return self.layers(x), tensors[kind]
+
+        model, x = randomise(Model()), images()
+        assert transforms.report(transforms.optimize(model)).done("weights_prepack")
+        assert transforms.optimize(model)(x)[1] is tensors[kind]
+
+
+def made(make: Callable[[], Any]) -> Tensor:
+    return torch.as_tensor(make())
+
+
+class Registered(nn.Conv2d):
+    """A class whose subclasses need an argument."""
+
+    def __init_subclass__(cls, name: str, **kwargs: Any) -> None:
+        raise AssertionError(f"{name} is no subclass of the user's")
+
+
+def test_users_classes_get_no_subclasses() -> None:
+    model = randomise(nn.Sequential(Registered(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU()))
+    assert_right(transforms.optimize(model), model, images())
 
 
 class TestTracesLeaveNoMark:

@@ -7,7 +7,10 @@ the layers in disguise: what then differs depends on what they are. Code that no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+import enum
+import types
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from types import CodeType
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,12 +30,23 @@ from transforms.tracing.modules import (
     is_batch_norm,
     transposed_linears,
 )
+from transforms.tracing.questions import (
+    Question,
+    names_in,
+    questions_in,
+    questions_in_bytecode,
+    questions_of,
+)
+from transforms.tracing.reachable import Reachable
+from transforms.tracing.source import all_names, is_torchs, python_function
 from transforms.tracing.trace import Trace, UntraceableError
 
 _PRODUCTS: Kinds = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
 _LIBRARIES = ("torch.nn.", "fusedoptim.nn.")
-_PLAIN = int | float | complex | str | bytes | None | slice | torch.dtype | torch.device
-_PLAIN |= torch.layout | torch.memory_format
+_PLAIN = int | float | complex | str | bytes | None | slice | range | enum.Enum | torch.dtype
+_PLAIN |= torch.device | torch.layout | torch.memory_format
+_ENTRIES = ("forward", "__call__", "__getattr__", "__getattribute__")
+"""Methods of a module that its caller reaches."""
 
 
 class Asked:
@@ -56,17 +70,88 @@ def _reasons(model: nn.Module) -> dict[nn.Module, str]:
         return {}
     calls = Calls(model, {type(layer) for layer in disguises})
     reasons: dict[nn.Module, str] = {}
+    traced: set[nn.Module] = set()
+    """The modules whose code ran in a trace that can be compared with another."""
+    code = _Code(disguises, calls)
     for root, trace in calls.traces.items():
         inside = {m: disguises[m] for m in root.modules() if m in disguises}
-        for module in _deciding(calls, root, trace, inside):
+        deciding = _deciding(calls, root, trace, inside)
+        if deciding is not None:
+            traced |= trace.watch.entered
             why = f"what forward of {calls.name(root)} does depends on its class or tensors"
-            reasons.setdefault(module, why)
-    for module, disguise in disguises.items():
-        known = [calls.asked, calls.asked_instance] if disguise.is_unrelated else [calls.asked]
-        for found in known:
-            if module in found:
-                reasons.setdefault(module, found[module])
-    return reasons
+            reasons |= dict.fromkeys(deciding, why)
+        code.ask_not_run(root, trace)
+    for module in model.modules():
+        if not is_torchs(type(module)) and module not in traced and module not in disguises:
+            code.ask_all(module)
+    code.ask_functions(model)
+    return {**code.reasons, **reasons}
+
+
+class _Code:
+    """The layers that code asks, without running it."""
+
+    def __init__(self, disguises: Mapping[nn.Module, Disguise], calls: Calls) -> None:
+        self._disguises = disguises
+        self._calls = calls
+        self._known: dict[types.FunctionType, frozenset[Question]] = {}
+        self._of_classes: dict[frozenset[type], frozenset[Question]] = {}
+        self.reasons: dict[nn.Module, str] = {}
+
+    def ask_all(self, module: nn.Module) -> None:
+        """Find what any forward code of a module may ask the layers in it."""
+        questions: Collection[Question]
+        if "forward" in vars(module):
+            forward = python_function(getattr(vars(module)["forward"], "__func__", None))
+            forward = forward or python_function(vars(module)["forward"])
+            reachable = Reachable(module).from_functions([forward] if forward else [])
+            questions = self._questions(reachable) if forward else [Question("class", None)]
+        else:
+            kinds = frozenset(type(each) for each in module.modules())
+            if kinds not in self._of_classes:
+                functions = Reachable(module).from_names(_ENTRIES)
+                self._of_classes[kinds] = self._questions(functions)
+            questions = self._of_classes[kinds]
+        self._put(questions, module, f"{self._calls.name(module)}, whose forward was not traced,")
+
+    def ask_not_run(self, root: nn.Module, trace: Trace) -> None:
+        """Find what code that a trace did not run may ask the layers in ``root``."""
+        questions: set[Question] = set()
+        names: set[str] = set()
+        for code, source, namespace in trace.watch.not_run():
+            if isinstance(code, CodeType):
+                questions.update(questions_in_bytecode(code))
+                names |= all_names(code)
+            elif source is not None:
+                questions.update(questions_in(code, source, namespace))
+                names |= names_in(code)
+                values = (namespace.get(name) for name in names_in(code))
+                functions = [f for f in map(python_function, values) if f is not None]
+                questions |= self._questions(Reachable(root).from_functions(functions))
+        names = {name for name in names if not hasattr(Tensor, name)}
+        questions |= self._questions(Reachable(root).from_names(names))
+        self._put(questions, root, f"code of {self._calls.name(root)} that did not run")
+
+    def ask_functions(self, model: nn.Module) -> None:
+        """Find what functions that cannot be traced may ask."""
+        for function in self._calls.leaf_functions:
+            questions = self._questions(Reachable(model).from_functions([function]))
+            self._put(questions, model, f"{function.__name__}(), which cannot be traced,")
+
+    def _questions(self, functions: Iterable[types.FunctionType]) -> frozenset[Question]:
+        found: set[Question] = set()
+        for function in functions:
+            if function not in self._known:
+                self._known[function] = frozenset(questions_of(function))
+            found |= self._known[function]
+        return frozenset(found)
+
+    def _put(self, questions: Collection[Question], scope: nn.Module, code: str) -> None:
+        for layer in scope.modules():
+            disguise = self._disguises.get(layer)
+            if disguise is not None and any(q.concerns(layer, disguise) for q in questions):
+                what = f"{code} may ask what {self._calls.name(layer)} is"
+                self.reasons.setdefault(layer, what)
 
 
 def _disguises(model: nn.Module) -> dict[nn.Module, Disguise]:
@@ -84,8 +169,9 @@ def _disguises(model: nn.Module) -> dict[nn.Module, Disguise]:
 
 def _is_layer(module: nn.Module, others: Kinds) -> bool:
     """Whether a pass may rewrite the module."""
-    if own_class(module) is not type(module) or is_stand_in(module):  # rewritten already
-        return False
+    own = own_class(module)
+    if is_stand_in(module) or not issubclass(type(module), own):
+        return False  # another class already, so it is not asked
     if isinstance(module, nn.MultiheadAttention):
         return True
     if next(module.children(), None) is not None or isinstance(module, torch.jit.ScriptModule):
@@ -97,22 +183,32 @@ def _is_layer(module: nn.Module, others: Kinds) -> bool:
 
 def _deciding(
     calls: Calls, root: nn.Module, plain: Trace, disguises: dict[nn.Module, Disguise]
-) -> Collection[nn.Module]:
-    """The modules in ``root`` without whose disguise its trace is another: all of some classes."""
+) -> Collection[nn.Module] | None:
+    """The layers of the classes that decide what a trace of ``root`` does.
+
+    None if it does something else in each trace.
+    """
     if not disguises or _Path(plain) == _traced(calls, root, disguises):
         return []
     again = _traced(calls, root, {})  # what the first trace ran only once, as a cache does, is done
     if again == _traced(calls, root, disguises):
         return []
     if again != _traced(calls, root, {}):
-        calls.ask_code(root)
-        return []
-    found: list[nn.Module] = []
-    for kind in {type(module) for module in disguises}:
+        return None
+    found: set[nn.Module] = set()
+    for kind in {type(layer) for layer in disguises}:
         alone = {m: d for m, d in disguises.items() if type(m) is kind}
         if again != _traced(calls, root, alone):
-            found += alone
-    return found or list(disguises)
+            found |= alone.keys()
+    # Where one question is about several classes, each alone may not decide it.
+    others = {m: d for m, d in disguises.items() if m not in found}
+    if others and again != _traced(calls, root, others):
+        unrelated = {m: d for m, d in others.items() if d.is_unrelated}
+        found |= unrelated.keys()
+        related = {m: d for m, d in others.items() if m not in unrelated}
+        if again != _traced(calls, root, related) or again == _traced(calls, root, unrelated):
+            found |= related.keys()
+    return found
 
 
 def _traced(calls: Calls, root: nn.Module, disguises: dict[nn.Module, Disguise]) -> _Path | None:
@@ -143,11 +239,14 @@ class _Path:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have equal bits, or may have, if their class is not torch's."""
-    if type(a) is not Tensor or type(b) is not Tensor or a.layout is not torch.strided:
+    """Whether two tensors have equal bits; only their kinds, if these cannot be compared."""
+    if (type(a), a.layout, a.dtype, a.device) != (type(b), b.layout, b.dtype, b.device):
+        return False
+    is_special = a.is_nested or a.is_quantized or a.is_conj() or a.is_neg() or a.is_meta
+    if type(a) is not Tensor or a.layout is not torch.strided or is_special:
         return True
-    if a.is_meta or (a.dtype, a.shape) != (b.dtype, b.shape):
-        return a.shape == b.shape
+    if a.shape != b.shape:
+        return False
     return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 

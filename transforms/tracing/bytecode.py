@@ -18,6 +18,22 @@ def stored_attributes(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1024)
+def attributes_of_first_argument(code: types.CodeType) -> frozenset[str]:
+    """The attributes of a function's first argument, such as ``self``, also in nested functions."""
+    first = code.co_varnames[0] if code.co_argcount else ""
+    found: set[str] = set()
+    waiting = [code]
+    while waiting:
+        part = waiting.pop()
+        waiting += [each for each in part.co_consts if isinstance(each, types.CodeType)]
+        for before, each in itertools.pairwise(dis.get_instructions(part)):
+            if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and before.opname.startswith("LOAD_"):
+                loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
+                found |= {each.argval} if loaded == first else set()
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=1024)
 def names_called(code: types.CodeType) -> list[tuple[str, ...]]:
     """The global names, and their attributes, that code calls, without its nested functions."""
     found: list[tuple[str, ...]] = []

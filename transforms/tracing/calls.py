@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,7 +18,6 @@ from transforms.tracing.modules import has_hooks
 from transforms.tracing.source import (
     Reader,
     Use,
-    asked_by,
     changing_attributes,
     dispatches,
     modules_behind,
@@ -37,15 +35,12 @@ class Calls:
     def __init__(self, model: nn.Module, leaves: Collection[type[nn.Module]] = ()) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._leaf_types: set[type] = set(leaves)
-        self._leaf_functions: set[types.FunctionType] = set()
         self.doubtful: dict[nn.Module, str] = {}
         """Modules that code which was not traced may call or read, and that code."""
-        self.asked: dict[nn.Module, str] = {}
-        """Modules that such code may ask what they are, and that code."""
-        self.asked_instance: dict[nn.Module, str] = {}
-        """Modules that such code may ask by ``isinstance``, and that code."""
         self.traces: dict[nn.Module, Trace] = {}
         """The traces of code that could be traced, by the module whose forward it is."""
+        self.leaf_functions: set[types.FunctionType] = set()
+        """The functions that cannot be traced."""
         self.of: dict[nn.Module, list[fx.Node]] = {}
         """The calls of each module."""
         self.read: set[nn.Module] = set()
@@ -58,6 +53,9 @@ class Calls:
         """The module of each call."""
         kinds = {type(module) for module in model.modules()}
         self._changing = changing_attributes(kinds)
+        if model.training:  # the model may be evaluated later
+            values = self._changing.values | {"training"}
+            self._changing = self._changing._replace(values=values)
         self._waiting = [model]
         self._seen = {model}
         self._roots: set[nn.Module] = set()
@@ -89,8 +87,8 @@ class Calls:
             try:
                 trace = self.trace(root)
             except UntraceableError as error:
-                if error.function is not None and error.function not in self._leaf_functions:
-                    self._leaf_functions.add(error.function)
+                if error.function is not None and error.function not in self.leaf_functions:
+                    self.leaf_functions.add(error.function)
                     continue
                 known = type(error.culprit) in self._leaf_types
                 self._leaf_types.add(type(root if known else error.culprit))
@@ -107,8 +105,8 @@ class Calls:
     def trace(
         self, root: nn.Module, disguises: Mapping[nn.Module, Disguise] | None = None
     ) -> Trace:
-        """Trace the forward of ``root``, which is in ``traces``, with some leaves in disguise."""
-        return run_trace(root, self._is_leaf, self._leaf_functions, self._changing, disguises or {})
+        """Trace the forward of ``root``, with some leaves in disguise."""
+        return run_trace(root, self._is_leaf, self.leaf_functions, self._changing, disguises or {})
 
     def _add(self, trace: Trace) -> None:
         self.kept |= trace.kept
@@ -119,11 +117,9 @@ class Calls:
                 self.of.setdefault(module, []).append(node)
                 self.module_of[node] = module
                 self._queue(module)
-            elif node.target in self._leaf_functions:
+            elif node.target in self.leaf_functions:
                 for module in modules_of_function(node.target):
                     self._distrust(module, f"used by {describe(node, self)}")
-                for use in asked_by(node.target, _given(node, trace)):
-                    self._ask(use, f"{describe(node, self)}, which cannot be traced,")
 
     def _queue(self, module: nn.Module) -> None:
         """Queue the children of a leaf to be explored too."""
@@ -150,10 +146,7 @@ class Calls:
 
     def _suspect(self, use: Use, code: str) -> None:
         """Note what code may do with a module, and explore the module if it may be called."""
-        if use.how in ("isinstance", "question"):
-            self._ask(use, code)
-            return
-        if use.how == "other":
+        if not use.is_call:
             name = self.name(use.module)
             self._distrust(use.module, f"{code} does more with {name} than call it")
             return
@@ -170,16 +163,6 @@ class Calls:
         for module in parent.modules():
             self.doubtful.setdefault(module, why)
 
-    def ask_code(self, root: nn.Module) -> None:
-        """Read what the forward of ``root`` may ask, as its traces differ from each other."""
-        for use in Reader(root).forward(root):
-            if use.how in ("isinstance", "question"):
-                self._ask(use, f"{self.name(root)}, which does something else in each call,")
-
-    def _ask(self, use: Use, code: str) -> None:
-        found = self.asked_instance if use.how == "isinstance" else self.asked
-        found.setdefault(use.module, f"{code} may ask what {self.name(use.module)} is")
-
     def escape(self, feeder: nn.Module, values: Collection[fx.Node]) -> str | None:
         """How other code may see ``values``, the output of ``feeder``, if it may."""
         if not self.kept.isdisjoint(values):
@@ -194,15 +177,6 @@ class Calls:
     def name(self, module: nn.Module) -> str:
         """The module's name in the model, or its class."""
         return self._names.get(module) or type(module).__name__
-
-
-def _given(call: fx.Node, trace: Trace) -> dict[str, list[nn.Module]]:
-    """The modules that are arguments of a function's call, by parameter."""
-    function: Any = call.target
-    names = function.__code__.co_varnames
-    arguments = {**dict(zip(names, call.args)), **call.kwargs}
-    nodes = {name: a for name, a in arguments.items() if isinstance(a, fx.Node)}
-    return {name: [trace.given[node]] for name, node in nodes.items() if node in trace.given}
 
 
 def _is_opaque(module: nn.Module) -> bool:

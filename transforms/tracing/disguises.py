@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from transforms.rewrites.exchanged_class import become
+
+_LIBRARIES = ("torch.nn.", "fusedoptim.nn.", "transformers.")
+_MARK = "_fusedoptim_disguised"
+"""An attribute, as a rewritten layer has some of its own."""
 
 
 class Disguise(NamedTuple):
@@ -21,14 +26,21 @@ class Disguise(NamedTuple):
     def put_on(self, layer: nn.Module) -> None:
         """Change a copied layer."""
         own = type(layer)
+        vars(layer)[_MARK] = None
         if self.is_unrelated:
             become(layer, Stranger)
             layer._parameters.clear()
             layer._buffers.clear()
             return
-        become(layer, type("Derived", (own,), {"__module__": own.__module__}))
+        if own.__module__.startswith(_LIBRARIES):  # no pass gives a user's class another one
+            become(layer, _derived(own))  # type: ignore[arg-type]  # Module's __hash__ has no type
         if self.gets_bias and "bias" in layer._parameters and layer._parameters["bias"] is None:
             layer._parameters["bias"] = nn.Parameter(torch.empty(0))
+
+
+@functools.lru_cache(maxsize=128)
+def _derived(own: type[nn.Module]) -> type[nn.Module]:
+    return type("Derived", (own,), {})
 
 
 class Stranger(nn.Identity):

@@ -128,15 +128,6 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def modules_in(value: object) -> Iterator[nn.Module]:
-    """The modules in a value, also inside lists and dicts."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, list | tuple | set | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from modules_in(item)
-
-
 def owners(model: nn.Module) -> dict[int, list[str]]:
     """The names of the modules that use each parameter, by the parameter's id."""
     found: dict[int, list[str]] = {}

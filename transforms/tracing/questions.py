@@ -1,195 +1,254 @@
-"""Finds, in source code, questions about what a module is: of which class, with what attributes."""
+"""Finds, in code, questions that a layer may answer otherwise once it has another class.
+
+Code that no trace ran tells what it asks, but seldom whom: a variable may hold anything. So a
+question counts for each layer whose answer would differ.
+"""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import dis
 import inspect
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from transforms.tracing.conditions import Source
-from transforms.tracing.modules import modules_in
+from transforms.tracing.conditions import Source, source_of
+from transforms.tracing.disguises import Disguise, Stranger
+from transforms.tracing.source import closure_of
 
-ASKING = frozenset({"isinstance", "type", "hasattr", "getattr", "__class__"})
-"""Names in code that asks."""
-_BELOW = {f"{named}{what}" for named in ("", "named_") for what in ("modules", "children")}
-_BELOW |= {"get_submodule"}
-"""Methods that return modules inside a module."""
-_ITEMS = {"values", "items", "get", "pop", "__getitem__"}
-"""Methods that return items of a container."""
-_PASSING = {"enumerate", "zip", "iter", "next", "list", "tuple", "reversed", "sorted", "filter"}
-"""Builtins that return what they are given, or its items."""
-_BLIND = {"len", "id", "bool", "callable", "range", "super"}
-"""Builtins that do not ask, apart from those in ``_PASSING``."""
+_BUILTINS = {"isinstance", "issubclass", "type", "hasattr", "getattr", "vars", "dir", "repr"}
+_TEXTS = {"__module__", "__repr__", "_get_name", "extra_repr"}
+"""Attributes that tell the class."""
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+
+_TELLING = {"print", "warn", "warning", "warning_once", "info", "debug", "error", "log", "_assert"}
+"""Functions that write texts for people."""
 
 
 class Question(NamedTuple):
-    """A question that code may ask about a module."""
+    """A question that code asks about something, which may be a layer."""
 
-    module: nn.Module
-    how: Literal["isinstance", "question"]
-    """``isinstance`` has the same answer for a class that derives from the module's."""
+    about: Literal["base", "class", "attribute"]
+    expected: tuple[type, ...] | str | None
+    """The classes, or the name of the attribute, that code asks for; None if not known."""
+
+    def concerns(self, layer: nn.Module, disguise: Disguise) -> bool:
+        """Whether the layer may give another answer when it is rewritten."""
+        match self.about, self.expected:
+            case "base", None:
+                return disguise.is_unrelated
+            case "base", tuple(kinds):
+                return disguise.is_unrelated and _is_told_apart(layer, kinds)
+            case "class", tuple(kinds):
+                return type(layer) in kinds
+            case "attribute", str(name) if not disguise.is_unrelated:
+                return name == "bias" and disguise.gets_bias and getattr(layer, name, 0) is None
+            case "attribute", str(name):
+                return hasattr(layer, name) and not (name in vars(layer) or hasattr(Stranger, name))
+        return True
 
 
-class Questions:
-    """The questions in a function's code.
+def _is_told_apart(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
+    """Whether either the layer or a stranger is an instance of one of the classes."""
+    try:
+        return isinstance(layer, kinds) != issubclass(Stranger, kinds)
+    except Exception:  # of any class, as a metaclass may answer
+        return True
+
+
+def questions_of(function: types.FunctionType) -> Iterator[Question]:
+    """The questions in a function."""
+    source = source_of(function.__code__)
+    if source is None:
+        yield from questions_in_bytecode(function.__code__)
+        return
+    namespace = ChainMap(closure_of(function), function.__globals__)
+    for node in source.tree.body:
+        yield from questions_in(node, source, namespace)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The variables and attributes in a part of a function."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+
+
+def questions_in(
+    node: ast.AST, source: Source, namespace: Mapping[str, object]
+) -> Iterator[Question]:
+    """The questions in a part of a function, except in texts for people.
 
     Args:
+        node: the part.
         source: the function.
-        modules: what local variables may hold. Other variables may hold what the code assigns.
         namespace: global variables, and those of enclosing functions.
-        by_name: the children of a model's modules, by name: what an argument's attribute may be.
     """
+    for each in ast.walk(node):
+        if isinstance(each, ast.expr | ast.pattern) and not _is_told(each, source):
+            yield from _questions(each, source, namespace)
 
-    def __init__(
-        self,
-        source: Source,
-        modules: Mapping[str, Iterable[nn.Module]],
-        namespace: Mapping[str, object],
-        by_name: Mapping[str, set[nn.Module]],
-    ) -> None:
-        self._source = source
-        self._modules = modules
-        self._namespace = namespace
-        self._by_name = by_name
-        self._entered: set[str] = set()
 
-    def of(self, node: ast.AST) -> Iterator[Question]:
-        """The questions in one node of the code, without its parts."""
+def _questions(
+    node: ast.AST, source: Source, namespace: Mapping[str, object]
+) -> Iterator[Question]:
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, kind]) | ast.MatchClass(cls=kind):
+            yield Question("base", _classes(kind, source, namespace))
+        case ast.Call(func=ast.Name(id="type"), args=[about]) if not _is_self(about, source):
+            yield Question("class", _compared(node, source, namespace))
+        case ast.Attribute(value=about, attr="__class__") if not _is_self(about, source):
+            yield Question("class", _compared(node, source, namespace))
+        case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[about, name, *_]):
+            text = name.value if isinstance(name, ast.Constant) else None
+            if isinstance(text, str):
+                yield Question("attribute", text)
+            elif not _is_self(about, source):
+                yield Question("attribute", None)
+        case ast.Call(func=ast.Name(id="vars" | "dir" | "repr"), args=[about]):
+            if not _is_self(about, source):
+                yield Question("class", None)
+        case ast.Attribute(attr=name) if name in _TEXTS:
+            yield Question("class", None)
+        case ast.Attribute(attr=name, ctx=ast.Load()) if name in _STATISTICS | {"bias"}:
+            yield Question("attribute", name)
+        case ast.Name(id="isinstance" | "issubclass") if not _is_called(node, source):
+            yield Question("base", None)
+        case ast.Name(id="type" | "hasattr" | "getattr" | "vars" | "dir" | "repr"):
+            if not _is_called(node, source):
+                yield Question("class", None)
+        case ast.Name(id=name) if (kinds := _dispatched(namespace.get(name))) is not None:
+            yield Question("base", kinds)
+
+
+def questions_in_bytecode(code: types.CodeType) -> Iterator[Question]:
+    """The questions in code without a source."""
+    names = {name for each in _codes(code) for name in each.co_names}
+    if names & {"isinstance", "issubclass"} or "MATCH_CLASS" in _operations(code):
+        yield Question("base", None)
+    if names & {"type", "__class__", "vars", "dir", "repr", *_TEXTS}:
+        yield Question("class", None)
+    if names & {"hasattr", "getattr"}:
+        yield Question("attribute", None)
+    for name in names & {"bias", *_STATISTICS}:
+        yield Question("attribute", name)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _operations(code: types.CodeType) -> set[str]:
+    return {each.opname for part in _codes(code) for each in dis.get_instructions(part)}
+
+
+def _is_told(node: ast.AST, source: Source) -> bool:
+    """Whether code only writes it into the text of an error, of a warning or of a log."""
+    while not isinstance(node, ast.stmt) and node in source.parents:
+        node = source.parents[node]
         match node:
-            case ast.Call(func=ast.Name(id="isinstance"), args=[about, *_]):
-                for module in self._about(about):
-                    yield Question(module, "isinstance")
-                return
-            case ast.Call(func=ast.Name(id=name), args=[about, *_]) if name in ASKING:
-                asked = self._about(about)
-            case ast.Attribute(value=about, attr="__class__") | ast.Match(subject=about):
-                asked = self._about(about)
-            case ast.Call(func=function, args=args, keywords=keywords) if self._may_ask(function):
-                asked = self._union([*args, *(keyword.value for keyword in keywords)])
-            case _:
-                return
-        for module in asked:
-            yield Question(module, "question")
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _TELLING:
+                return True
+    return isinstance(node, ast.Raise | ast.Assert) and not isinstance(node, ast.expr)
 
-    def _may_ask(self, function: ast.expr) -> bool:
-        """Whether a function that is called may ask its arguments what they are."""
-        if isinstance(function, ast.Name) and function.id in _PASSING | _BLIND:
-            return False
-        found = self._global(function)
-        return (getattr(found, "__module__", None) or "").partition(".")[0] != "torch"
 
-    def _global(self, node: ast.expr) -> object:
-        """The value of a global variable, or of an attribute of a Python module; None otherwise."""
-        match node:
-            case ast.Name(id=name) if name not in self._source.bindings:
-                return self._namespace.get(name)
-            case ast.Attribute(value=value, attr=name):
-                owner = self._global(value)
-                is_module = isinstance(owner, types.ModuleType)
-                return inspect.getattr_static(owner, name, None) if is_module else None
+def _is_self(node: ast.expr, source: Source) -> bool:
+    """Whether it is the object whose method the function is: a module of the user's class."""
+    parameters = source.parameters
+    is_method = bool(parameters) and parameters[0] in ("self", "cls")
+    return is_method and isinstance(node, ast.Name) and node.id == parameters[0]
+
+
+def _is_called(node: ast.AST, source: Source) -> bool:
+    parent = source.parents.get(node)
+    return isinstance(parent, ast.Call) and parent.func is node
+
+
+def _compared(
+    node: ast.AST, source: Source, namespace: Mapping[str, object]
+) -> tuple[type, ...] | None:
+    """The classes with which a class is compared, if nothing else is done with it."""
+    parent = source.parents.get(node)
+    if not isinstance(parent, ast.Compare) or len(parent.comparators) != 1:
         return None
-
-    def _about(self, node: ast.expr) -> set[nn.Module]:
-        """The modules that a question may be about."""
-        match node:
-            case ast.Attribute(value=ast.Name(id=owner), attr=name) if self._is_unknown(owner):
-                return _with_items(self._by_name.get(name, ()))
-        return self._values(node)
-
-    def _is_unknown(self, name: str) -> bool:
-        return name in self._source.parameters and name not in self._modules
-
-    def _values(self, node: ast.expr) -> set[nn.Module]:
-        """The modules that an expression may be, or contain in a list of modules."""
-        match node:
-            case ast.Name(id=name):
-                return self._variable(name)
-            case ast.Attribute(value=value, attr=name):
-                return self._attribute(value, name)
-            case ast.Subscript(value=ast.Attribute(value=value, attr=name), slice=index):
-                return self._item(value, name, index)
-            case ast.Subscript(value=value) | ast.Starred(value=value):
-                return self._values(value)
-            case ast.NamedExpr(value=value):
-                return self._values(value)
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, *_]):
-                return {child for each in self._values(owner) for child in each.children()}
-            case ast.Call(func=ast.Name(id=name), args=args) if name in _PASSING:
-                return self._union(args)
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _BELOW:
-                return {inner for each in self._values(value) for inner in each.modules()}
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _ITEMS:
-                return self._values(value)
-            case ast.IfExp(body=body, orelse=orelse):
-                return self._union([body, orelse])
-            case ast.BoolOp(values=parts) | ast.Tuple(elts=parts) | ast.List(elts=parts):
-                return self._union(parts)
-            case ast.ListComp(elt=element) | ast.GeneratorExp(elt=element):
-                return self._values(element)
-        return set()
-
-    def _union(self, nodes: Iterable[ast.expr]) -> set[nn.Module]:
-        return {module for node in nodes for module in self._values(node)}
-
-    def _variable(self, name: str) -> set[nn.Module]:
-        if name in self._modules:
-            return _with_items(self._modules[name])
-        if name in self._entered:  # it is assigned something made from itself
-            return set()
-        self._entered.add(name)
-        try:
-            return self._union(map(self._bound, self._source.bindings.get(name, ())))
-        finally:
-            self._entered.remove(name)
-
-    def _attribute(self, value: ast.expr, name: str) -> set[nn.Module]:
-        return _with_items(modules_in([_held(owner, name) for owner in self._values(value)]))
-
-    def _item(self, value: ast.expr, name: str, index: ast.expr) -> set[nn.Module]:
-        """What ``value.name[index]`` may be."""
-        found = set()
-        for owner in self._values(value):
-            each = _held(owner, name)
-            if isinstance(each, nn.Sequential | nn.ModuleList):
-                items = {str(place): child for place, child in enumerate(each)}
-                each = items.get(ast.unparse(index), each)
-            found |= _with_items(modules_in(each))
-        return found
-
-    def _bound(self, name: ast.Name) -> ast.expr:
-        """The expression whose value, or one of whose items, is assigned to a variable."""
-        node: ast.AST = name
-        while isinstance(self._source.parents[node], ast.Tuple | ast.List | ast.Starred):
-            node = self._source.parents[node]
-        match self._source.parents[node]:
-            case ast.Assign(value=value) | ast.NamedExpr(value=value):
-                return value
-            case ast.AnnAssign(value=ast.expr() as value):
-                return value
-            case ast.For(iter=iterable) | ast.comprehension(iter=iterable):
-                return iterable
-            case ast.withitem(context_expr=context):
-                return context
-        return ast.Constant(None)
+    other = parent.comparators[0] if parent.left is node else parent.left
+    return _classes(other, source, namespace)
 
 
-def _held(owner: nn.Module, name: str) -> object:
-    """A child, or another attribute of the object itself."""
-    return owner._modules[name] if name in owner._modules else vars(owner).get(name)
+def _classes(
+    node: ast.expr, source: Source, namespace: Mapping[str, object]
+) -> tuple[type, ...] | None:
+    """The classes that an expression names; None if they are not known."""
+    match node:
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            found = [_classes(part, source, namespace) for part in parts]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            found = [_classes(part, source, namespace) for part in (left, right)]
+        case ast.Constant(value=None):
+            return (type(None),)
+        case _:
+            return _as_classes(_value(node, source, namespace))
+    return None if None in found else tuple(kind for kinds in found for kind in kinds or ())
 
 
-def _with_items(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Modules, with the items of those that are containers."""
-    found: set[nn.Module] = set()
-    waiting = list(modules)
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found.add(module)
-            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-                waiting += module.children()
+def _as_classes(value: Any) -> tuple[type, ...] | None:
+    if isinstance(value, types.UnionType):
+        value = value.__args__
+    if isinstance(value, type):
+        return (value,)
+    is_tuple = isinstance(value, tuple) and all(isinstance(each, type) for each in value)
+    return value if is_tuple else None
+
+
+def _value(node: ast.expr, source: Source, namespace: Mapping[str, object]) -> object:
+    """The value of a global variable, or of an attribute of a Python module; None otherwise."""
+    match node:
+        case ast.Name(id=name) if name in (imported := _imported(source)):
+            return imported[name]
+        case ast.Name(id=name) if name not in source.bindings and name not in source.all_parameters:
+            return namespace.get(name, getattr(builtins, name, None))
+        case (
+            ast.Attribute(value=value, attr=name)
+            | ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name))])
+        ):
+            owner = _value(value, source, namespace)
+            if owner is _Absent:
+                return _Absent
+            is_module = isinstance(owner, types.ModuleType)
+            return inspect.getattr_static(owner, name, None) if is_module else None
+    return None
+
+
+class _Absent:
+    """Stands for classes of Python modules that are not imported: they have no objects."""
+
+
+def _imported(source: Source) -> dict[str, object]:
+    """What the function's own import statements assign to variables."""
+    found: dict[str, object] = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = sys.modules.get(name, _Absent)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            module = sys.modules.get(node.module or "")
+            for alias in node.names:
+                value = _Absent if module is None else getattr(module, alias.name, None)
+                found[alias.asname or alias.name] = value
     return found
+
+
+def _dispatched(value: object) -> tuple[type, ...] | None:
+    """The classes for which a function of ``functools.singledispatch`` has code of its own."""
+    registry = getattr(value, "registry", None) if isinstance(value, types.FunctionType) else None
+    return tuple(set(registry) - {object}) if isinstance(registry, Mapping) else None

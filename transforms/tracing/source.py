@@ -12,14 +12,13 @@ import types
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import Logger, RootLogger
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from transforms.tracing.bytecode import names_called, stored_attributes
 from transforms.tracing.conditions import Changing, Source, source_of
 from transforms.tracing.modules import META_DATA
-from transforms.tracing.questions import ASKING, Questions
 
 _HARMLESS = {"training", "__class__", "_get_name", "extra_repr", "forward", "__init__"}
 """Attributes of torch.nn.Module that give access to neither tensors nor children."""
@@ -41,8 +40,8 @@ class Use(NamedTuple):
     """A use of a module by code."""
 
     module: nn.Module
-    how: Literal["call", "isinstance", "question", "other"]
-    """``call`` if the code only calls it, or the items of a list; a question is what it is."""
+    is_call: bool
+    """Whether the code only calls the module, or the items of a ModuleList or ModuleDict."""
 
 
 class Reader:
@@ -58,7 +57,7 @@ class Reader:
         self._methods: dict[str, set[nn.Module]] = {}
         for module in model.modules():
             for cls in type(module).__mro__:
-                if not _is_torchs(cls):
+                if not is_torchs(cls):
                     for name in vars(cls).keys() - {"forward"}:
                         self._methods.setdefault(name, set()).add(module)
         self._seen: set[tuple[types.FunctionType, nn.Module]] = set()
@@ -66,7 +65,7 @@ class Reader:
     def forward(self, module: nn.Module) -> Iterator[Use]:
         """The uses in the forward code of ``module``, none of which has run."""
         if "forward" in vars(module):
-            yield Use(module, "other")
+            yield Use(module, False)
         yield from self._method("forward", module)
         for name in ("__getattr__", "__getattribute__"):
             yield from self._method(name, module)
@@ -82,9 +81,7 @@ class Reader:
 
         ``modules`` may be in local variables, ``namespace`` has all other variables.
         """
-        questions = Questions(source, modules, namespace, self._by_name)
         for each in ast.walk(node):
-            yield from (Use(*question) for question in questions.of(each))
             match each:
                 case ast.Attribute(attr=name):
                     yield from self._attribute(each, name, source, modules, namespace)
@@ -93,14 +90,14 @@ class Reader:
                     is_part = isinstance(source.parents.get(each), ast.Attribute)
                     if not (is_stored or is_part or _is_asked(each, source)):
                         for module in modules[name]:
-                            yield _use(module, _is_called(each, source))
+                            yield Use(module, _is_called(each, source))
                 case ast.Name(id=name):
                     for module in modules_behind(namespace.get(name)):
-                        yield Use(module, "other")
+                        yield Use(module, False)
                 case ast.Constant(value=str(name)):
                     for module in itertools.chain(*modules.values()):
                         if (child := module._modules.get(name)) is not None:
-                            yield Use(child, "other")
+                            yield Use(child, False)
 
     def _attribute(
         self,
@@ -128,23 +125,23 @@ class Reader:
         for child in children:
             is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if not _is_asked(node, source):
-                yield _use(child, (_items_are_called if is_list else _is_called)(node, source))
+                yield Use(child, (_items_are_called if is_list else _is_called)(node, source))
         for module in reached:
             if not _reads_meta_data(node, source):
-                yield Use(module, "other")
+                yield Use(module, False)
         for module in readers:
             yield from self._method(name, module)
         for owner in owners or ():
             for module in modules_behind(vars(owner).get(name)):
-                yield Use(module, "other")
+                yield Use(module, False)
             if _gives_access(owner, name):
-                yield Use(owner, "other")
+                yield Use(owner, False)
 
     def _method(self, name: str, module: nn.Module, of_bases: bool = False) -> Iterator[Use]:
         for cls in type(module).__mro__:
             if name in vars(cls):
-                function = _function(vars(cls)[name])
-                if function is not None and not _is_torchs(cls):
+                function = python_function(vars(cls)[name])
+                if function is not None and not is_torchs(cls):
                     yield from self._function(function, module)
                 if not of_bases:
                     return
@@ -155,37 +152,21 @@ class Reader:
         self._seen.add((function, module))
         source = source_of(function.__code__)
         if source is None:
-            yield from unread(module, function.__code__)
+            yield Use(module, False)
             return
         modules = {source.parameters[0]: [module]} if source.parameters else {}
-        namespace = ChainMap(_closure(function), function.__globals__)
+        namespace = ChainMap(closure_of(function), function.__globals__)
         for node in source.tree.body:
             yield from self.code(node, source, modules, namespace)
 
 
-def _use(module: nn.Module, is_call: bool) -> Use:
-    return Use(module, "call" if is_call else "other")
-
-
-def unread(module: nn.Module, code: types.CodeType) -> Iterator[Use]:
-    """The uses that code without a source may make of a module."""
-    yield Use(module, "other")
-    if not ASKING.isdisjoint(all_names(code)):
-        for inner in module.modules():
-            yield Use(inner, "question")
-
-
-def asked_by(function: types.FunctionType, given: Mapping[str, list[nn.Module]]) -> Iterator[Use]:
-    """What a function may ask about the modules that are given for its parameters."""
-    source = source_of(function.__code__)
-    if source is None:
-        for module in itertools.chain(*given.values()):
-            yield from unread(module, function.__code__)
-        return
-    namespace = ChainMap(_closure(function), function.__globals__)
-    questions = Questions(source, given, namespace, {})
-    for node in source.nodes:
-        yield from (Use(*question) for question in questions.of(node))
+def modules_in(value: object) -> Iterator[nn.Module]:
+    """The modules in a value, also inside lists and dicts."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, list | tuple | set | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from modules_in(item)
 
 
 def modules_behind(*values: object) -> Iterator[nn.Module]:
@@ -203,7 +184,7 @@ def modules_behind(*values: object) -> Iterator[nn.Module]:
         elif isinstance(value, (list, tuple, set)):
             waiting += value
         elif isinstance(value, types.FunctionType):
-            waiting += _closure(value).values()
+            waiting += closure_of(value).values()
         elif isinstance(value, types.MethodType):
             waiting.append(value.__self__)
         elif isinstance(value, functools.partial):
@@ -212,7 +193,7 @@ def modules_behind(*values: object) -> Iterator[nn.Module]:
             waiting += gc.get_referents(value)
 
 
-def _closure(function: types.FunctionType) -> dict[str, object]:
+def closure_of(function: types.FunctionType) -> dict[str, object]:
     """The variables of enclosing functions that a function uses."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -224,7 +205,7 @@ def _closure(function: types.FunctionType) -> dict[str, object]:
 def modules_of_function(function: types.FunctionType) -> Iterator[nn.Module]:
     """The modules that a function can access without arguments: globals, closure, defaults."""
     named = [function.__globals__.get(name) for name in all_names(function.__code__)]
-    yield from modules_behind(named, _closure(function), function.__defaults__)
+    yield from modules_behind(named, closure_of(function), function.__defaults__)
 
 
 def reads_only(function: types.FunctionType, place: int, names: set[str]) -> bool:
@@ -249,7 +230,7 @@ def changing_attributes(classes: Iterable[type]) -> Changing:
     """The attributes that are properties of ``classes``, or that their forward code changes."""
     values, contents = set(), set()
     for cls in classes:
-        own = [base for base in cls.__mro__ if not _is_torchs(base)]
+        own = [base for base in cls.__mro__ if not is_torchs(base)]
         values |= {
             name for base in own for name, v in vars(base).items() if isinstance(v, property)
         }
@@ -267,7 +248,7 @@ def names_used(cls: type) -> set[str]:
     def mentioned(function: types.FunctionType) -> Iterable[object]:
         return map(function.__globals__.get, all_names(function.__code__))
 
-    functions = _functions(cls, mentioned, _is_torchs)
+    functions = _functions(cls, mentioned, is_torchs)
     return {name for function in functions for name in all_names(function.__code__)}
 
 
@@ -295,7 +276,7 @@ def _functions(
     while waiting:
         function = waiting.pop()
         yield function
-        for found in map(_function, leading_to(function)):
+        for found in map(python_function, leading_to(function)):
             if found is not None and found not in seen and not is_left_out(found):
                 seen.add(found)
                 waiting.append(found)
@@ -317,13 +298,13 @@ def _reachable(cls: type) -> list[types.FunctionType]:
     """``forward`` and all methods whose names it or they mention, without torch's own."""
     methods: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
-        if not _is_torchs(base):
+        if not is_torchs(base):
             methods |= vars(base)
     found: dict[str, types.FunctionType] = {}
     names = ["forward"]
     while names:
         name = names.pop()
-        function = _function(methods.get(name))
+        function = python_function(methods.get(name))
         if function is not None and name not in found:
             found[name] = function
             names += all_names(function.__code__)
@@ -343,7 +324,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _function(attribute: object) -> types.FunctionType | None:
+def python_function(attribute: object) -> types.FunctionType | None:
     """The Python function of a method, without decorators."""
     if isinstance(attribute, property):
         attribute = attribute.fget
@@ -354,13 +335,14 @@ def _function(attribute: object) -> types.FunctionType | None:
     return attribute if isinstance(attribute, types.FunctionType) else None
 
 
-def _is_torchs(thing: type | Callable[..., Any]) -> bool:
+def is_torchs(thing: type | Callable[..., Any]) -> bool:
+    """Whether a class or function is torch's."""
     return (thing.__module__ or "").partition(".")[0] == "torch"
 
 
 def _is_known(function: types.FunctionType) -> bool:
     """Whether a function is torch's or ours."""
-    return _is_torchs(function) or function.__module__.partition(".")[0] == "fusedoptim"
+    return is_torchs(function) or function.__module__.partition(".")[0] == "fusedoptim"
 
 
 def _owners(
@@ -384,7 +366,7 @@ def _owners(
 def _gives_access(owner: nn.Module, name: str) -> bool:
     """Whether an attribute of a module of torch is its tensor, or code that may use its tensors."""
     is_other = name in _HARMLESS - {"forward"} or name in vars(owner) or name in owner._modules
-    return _is_torchs(type(owner)) and not is_other
+    return is_torchs(type(owner)) and not is_other
 
 
 def _is_asked(node: ast.AST, source: Source) -> bool:

@@ -164,8 +164,6 @@ class Trace(NamedTuple):
     graph: fx.Graph
     modules: dict[str, nn.Module]
     """The modules that are called, by their names in the graph."""
-    given: dict[fx.Node, nn.Module]
-    """The modules that are arguments of functions."""
     made: dict[fx.Node, Tensor]
     """The tensors that forward makes from no argument."""
     kept: set[fx.Node]
@@ -215,17 +213,17 @@ def run_trace(
     """
     try:
         twin, originals = clone(root)
+        for copied, module in originals.items():
+            if module in disguises:
+                disguises[module].put_on(copied)
     except Exception as error:  # of any class: the model's own
         raise UntraceableError(root, None) from error
-    for copied, module in originals.items():
-        if module in disguises:
-            disguises[module].put_on(copied)
     tracer = _Tracer(lambda m: is_leaf(originals[m]), functions)
     reads, watch = TensorReads(twin.modules()), Watch(changing, originals)
     try:
         with _one_at_a_time, _same_random_state(), watch, reads:
             graph = tracer.trace(twin, concrete_args=_defaults(root) or None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of any class: the model's own
         culprit = originals.get(tracer.culprit or twin, root)
         raise UntraceableError(culprit, _function_to_blame(error, culprit)) from error
     finally:  # an interrupt may come before the first line of an __exit__
@@ -233,14 +231,12 @@ def run_trace(
         watch.end()
     named = dict(twin.named_modules(remove_duplicate=False))
     modules: dict[str, nn.Module] = {}
-    given: dict[fx.Node, nn.Module] = {}
     made: dict[fx.Node, Tensor] = {}
     read = {originals[module] for module in reads.of | tracer.exchanged}
     for node in graph.nodes:
         if node.op == "call_module":
             modules[node.target] = originals[named[node.target]]
         elif node.op == "get_attr" and node.target in named:
-            given[node] = originals[named[node.target]]
             if not all(asks_geometry(user, node) for user in node.users):
                 read.update(originals[named[node.target]].modules())
         elif node.op == "get_attr" and node.target.startswith("_tensor_constant"):
@@ -249,7 +245,7 @@ def run_trace(
             node in watch.undecided or not all(reads_shape(user, node) for user in node.users)
         ):
             read.add(originals[named[node.target.rpartition(".")[0]]])
-    return Trace(graph, modules, given, made, tracer.kept(), read, watch)
+    return Trace(graph, modules, made, tracer.kept(), read, watch)
 
 
 @contextlib.contextmanager

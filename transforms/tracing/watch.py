@@ -6,6 +6,7 @@ library, and :class:`TensorReads` sees the torch functions that get the model's 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dis
 import functools
@@ -16,7 +17,7 @@ import sysconfig
 import types
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,8 +26,8 @@ from torch.utils import _pytree
 
 from fusedoptim._torch_private import count_function_modes, function_mode_at, pop_function_mode
 from transforms.tracing.conditions import Changing, Conditions, Source, source_of
-from transforms.tracing.modules import META_DATA, modules_in, own_tensors
-from transforms.tracing.source import Reader, Use, modules_behind, unread
+from transforms.tracing.modules import META_DATA, own_tensors
+from transforms.tracing.source import Reader, Use, modules_behind, modules_in
 
 _TRUSTED = tuple(
     os.path.realpath(folder) + os.sep
@@ -146,6 +147,16 @@ class _Function:
         return self.conditions is None or line in self.conditions.lines
 
 
+class Unread(NamedTuple):
+    """Code that did not run."""
+
+    code: ast.AST | types.CodeType
+    """A part of a function; the whole one if it has no source."""
+    source: Source | None
+    namespace: Mapping[str, Any]
+    """The variables of the function that are not its own."""
+
+
 class Watch:
     """Follows the code that runs while a module is traced; a context manager.
 
@@ -158,6 +169,8 @@ class Watch:
         self._functions: dict[_Key, _Function] = {}
         self.undecided: set[fx.Node] = set()
         """Values that a function held when it evaluated an open condition."""
+        self.entered: set[nn.Module] = set()
+        """The modules whose forward ran."""
         self._error: BaseException | None = None
         """What following the code raised, as an interrupt does: CPython may crash if a trace
         function raises."""
@@ -181,7 +194,7 @@ class Watch:
         for function in list(self._functions.values()):
             if function.source is None or function.conditions is None:  # nothing is known
                 for module in set().union(*function.modules.values(), *function.held.values()):
-                    yield from unread(module, function.code)
+                    yield Use(module, False)
                 continue
             modules = {n: m for n, m in function.modules.items() if n not in function.held}
             for node in function.conditions.not_run(function.ran):
@@ -193,6 +206,18 @@ class Watch:
         Others may be no part of the model's code, such as callbacks of the garbage collector.
         """
         return {key: frozenset(f.ran) for key, f in self._functions.items() if f.modules}
+
+    def not_run(self) -> Iterator[Unread]:
+        """The code that did not run, but may run in another call, where modules are in use."""
+        for function in list(self._functions.values()):
+            if not (function.modules or function.held):
+                continue
+            if function.source is None or function.conditions is None:
+                if _has_conditions(function.code):
+                    yield Unread(function.code, None, function.namespace)
+                continue
+            for node in function.conditions.not_run(function.ran):
+                yield Unread(node, function.source, function.namespace)
 
     def _on_call(self, frame: types.FrameType, event: str, _: object) -> Any:
         try:
@@ -215,6 +240,8 @@ class Watch:
         function = self._enclosing(frame) or self._functions.setdefault(
             self._key(frame), _Function(frame, self._changing)
         )
+        if code.co_name == "forward":
+            self.entered.update(self._methods_owner(frame))
         if function.source is None and not _has_conditions(code):
             return None
         function.meet(frame.f_locals, self._originals)
@@ -223,9 +250,14 @@ class Watch:
 
     def _key(self, frame: types.FrameType) -> _Key:
         code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
-        module = self._originals.get(first, first) if _is_module(first) else None
+        module = next(iter(self._methods_owner(frame)), None)
         return code.co_filename, code.co_firstlineno, id(module)
+
+    def _methods_owner(self, frame: types.FrameType) -> list[nn.Module]:
+        """The module that is the function's first argument, if it is one."""
+        names = frame.f_code.co_varnames
+        first = frame.f_locals.get(names[0]) if names else None
+        return [self._originals.get(first, first)] if _is_module(first) else []
 
     def _enclosing(self, frame: types.FrameType) -> _Function | None:
         """The function that contains a lambda or a comprehension, if that function was called."""
