@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from types import CodeType
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,8 +36,8 @@ from transforms.tracing.questions import (
     questions_in_bytecode,
     questions_of,
 )
-from transforms.tracing.reachable import Reachable
-from transforms.tracing.source import all_names, is_torchs, python_function
+from transforms.tracing.reachable import Reachable, functions_among, method_of
+from transforms.tracing.source import all_names, is_torchs
 from transforms.tracing.trace import Trace, UntraceableError
 
 _PRODUCTS: Kinds = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
@@ -94,57 +93,64 @@ class _Code:
     def __init__(self, disguises: Mapping[nn.Module, Disguise], calls: Calls) -> None:
         self._disguises = disguises
         self._calls = calls
-        self._known: dict[types.FunctionType, frozenset[Question]] = {}
-        self._of_classes: dict[frozenset[type], frozenset[Question]] = {}
+        self._known: dict[types.FunctionType, set[Question]] = {}
+        self._of_methods: dict[frozenset[types.FunctionType], set[Question]] = {}
         self.reasons: dict[nn.Module, str] = {}
 
     def ask_all(self, module: nn.Module) -> None:
         """Find what any forward code of a module may ask the layers in it."""
-        questions: Collection[Question]
-        if "forward" in vars(module):
-            forward = python_function(getattr(vars(module)["forward"], "__func__", None))
-            forward = forward or python_function(vars(module)["forward"])
-            reachable = Reachable(module).from_functions([forward] if forward else [])
-            questions = self._questions(reachable) if forward else [Question("class", None)]
-        else:
-            kinds = frozenset(type(each) for each in module.modules())
-            if kinds not in self._of_classes:
-                functions = Reachable(module).from_names(_ENTRIES)
-                self._of_classes[kinds] = self._questions(functions)
-            questions = self._of_classes[kinds]
-        self._put(questions, module, f"{self._calls.name(module)}, whose forward was not traced,")
+        code = f"{self._calls.name(module)}, whose forward was not traced,"
+        self._put(self._of_forward(module), module, code)
+
+    def _of_forward(self, module: nn.Module) -> set[Question]:
+        reachable = Reachable(module, self._disguises)
+        if "forward" not in vars(module):
+            if reachable.methods not in self._of_methods:
+                questions = self._questions(reachable.from_names(_ENTRIES))
+                self._of_methods[reachable.methods] = questions
+            return self._of_methods[reachable.methods]
+        forward = method_of(module, "forward")
+        if forward is None:  # nothing is known
+            return {Question("class", None)}
+        return self._questions(reachable.from_functions([forward]))
 
     def ask_not_run(self, root: nn.Module, trace: Trace) -> None:
         """Find what code that a trace did not run may ask the layers in ``root``."""
         questions: set[Question] = set()
         names: set[str] = set()
+        functions: set[types.FunctionType] = set()
         for code, source, namespace in trace.watch.not_run():
-            if isinstance(code, CodeType):
+            if isinstance(code, types.CodeType):
                 questions.update(questions_in_bytecode(code))
-                names |= all_names(code)
-            elif source is not None:
+                mentioned = all_names(code)
+            else:
+                assert source is not None
                 questions.update(questions_in(code, source, namespace))
-                names |= names_in(code)
-                values = (namespace.get(name) for name in names_in(code))
-                functions = [f for f in map(python_function, values) if f is not None]
-                questions |= self._questions(Reachable(root).from_functions(functions))
-        names = {name for name in names if not hasattr(Tensor, name)}
-        questions |= self._questions(Reachable(root).from_names(names))
+                mentioned = names_in(code)
+            names |= mentioned
+            functions |= functions_among(map(namespace.get, mentioned))
+        if names:
+            reachable = Reachable(root, self._disguises)
+            questions |= self._questions(reachable.from_functions(functions))
+            names = {name for name in names if not hasattr(Tensor, name)}
+            questions |= self._questions(reachable.from_names(names))
         self._put(questions, root, f"code of {self._calls.name(root)} that did not run")
 
     def ask_functions(self, model: nn.Module) -> None:
         """Find what functions that cannot be traced may ask."""
         for function in self._calls.leaf_functions:
-            questions = self._questions(Reachable(model).from_functions([function]))
+            questions = self._questions(
+                Reachable(model, self._disguises).from_functions([function])
+            )
             self._put(questions, model, f"{function.__name__}(), which cannot be traced,")
 
-    def _questions(self, functions: Iterable[types.FunctionType]) -> frozenset[Question]:
+    def _questions(self, functions: Iterable[types.FunctionType]) -> set[Question]:
         found: set[Question] = set()
         for function in functions:
             if function not in self._known:
-                self._known[function] = frozenset(questions_of(function))
+                self._known[function] = set(questions_of(function))
             found |= self._known[function]
-        return frozenset(found)
+        return found
 
     def _put(self, questions: Collection[Question], scope: nn.Module, code: str) -> None:
         for layer in scope.modules():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -33,17 +34,24 @@ class Reachable:
     with a class of a module.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, layers: Container[nn.Module]) -> None:
+        """``layers`` are modules whose own code is not followed."""
         self._methods: dict[str, set[types.FunctionType]] = {}
         self._added: set[type] = set()
-        classes = {cls for each in module.modules() for cls in type(each).__mro__}
+        modules = [each for each in module.modules() if each not in layers]
+        classes = {cls for each in modules for cls in type(each).__mro__}
         self._files = {cls.__module__ for cls in classes if not is_torchs(cls)} - {"builtins"}
-        for each in module.modules():
+        for each in modules:
             self._add(type(each))
             for name, value in vars(each).items():
-                self._note(name, getattr(value, "__func__", value))
+                self._note(name, method_of(each, name))
                 if type(value).__module__ in self._files or any(modules_behind(value)):
                     self._add(type(value))
+
+    @property
+    def methods(self) -> frozenset[types.FunctionType]:
+        """The methods of the module, of those inside it, and of objects that they hold."""
+        return frozenset(f for functions in self._methods.values() for f in functions)
 
     def from_names(self, names: Iterable[str]) -> Iterator[types.FunctionType]:
         """The functions that code with these names may reach: methods of the module."""
@@ -64,7 +72,8 @@ class Reachable:
                 mentioned = all_names(function.__code__)
                 own = attributes_of_first_argument(function.__code__)
                 names |= {name for name in mentioned if name in own or not hasattr(Tensor, name)}
-                for value in (*map(function.__globals__.get, mentioned), *_enclosed(function)):
+                values = map(function.__globals__.get, mentioned)
+                for value in (*values, *closure_of(function).values()):
                     waiting.update(self._of_value(value, mentioned))
             if not waiting:  # classes may have been added since their methods were mentioned
                 waiting.update(f for name in names for f in self._methods.get(name, ()))
@@ -84,6 +93,8 @@ class Reachable:
                     yield from self._methods.get(name, ())
         elif (function := python_function(value)) is not None:
             yield function
+        else:
+            self._add(type(value))
 
     def _add(self, cls: type) -> None:
         """Note the methods of a class of the user's."""
@@ -107,13 +118,22 @@ class Reachable:
             self._methods.setdefault(name, set()).add(function)
 
 
-def _enclosed(function: types.FunctionType) -> Iterable[object]:
-    return closure_of(function).values()
+def method_of(module: nn.Module, name: str) -> types.FunctionType | None:
+    """The function that replaces a method on the object itself, if one does."""
+    value = vars(module)[name]
+    return python_function(getattr(value, "__func__", value))
 
 
+def functions_among(values: Iterable[object]) -> set[types.FunctionType]:
+    """The Python functions among values, without their decorators."""
+    return {f for f in map(python_function, values) if f is not None}
+
+
+@functools.lru_cache(maxsize=1024)
 def _is_installed(name: str) -> bool:
     """Whether a Python module is of the standard library, or was installed."""
     if name.partition(".")[0] in _OURS | sys.stdlib_module_names:
         return True
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return any(part.endswith("-packages") for part in Path(file).parts)
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    is_in_environment = sys.prefix != sys.base_prefix and file.is_relative_to(sys.prefix)
+    return is_in_environment or any(part.endswith("-packages") for part in file.parts)
