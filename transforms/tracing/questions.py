@@ -22,12 +22,9 @@ from transforms.tracing.conditions import Source, source_of
 from transforms.tracing.disguises import Disguise, Stranger
 from transforms.tracing.source import closure_of
 
-_BUILTINS = {"isinstance", "issubclass", "type", "hasattr", "getattr", "vars", "dir", "repr"}
 _TEXTS = {"__module__", "__repr__", "_get_name", "extra_repr"}
 """Attributes that tell the class."""
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
-
-
 _TELLING = {"print", "warn", "warning", "warning_once", "info", "debug", "error", "log", "_assert"}
 """Functions that write texts for people."""
 
@@ -56,7 +53,7 @@ class Question(NamedTuple):
 
 
 def _is_told_apart(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Whether either the layer or a stranger is an instance of one of the classes."""
+    """Whether ``isinstance`` tells the layer from a stranger."""
     try:
         return isinstance(layer, kinds) != issubclass(Stranger, kinds)
     except Exception:  # of any class, as a metaclass may answer
