@@ -25,9 +25,10 @@ class FuseFrozenBatchNorm(ExchangingPass):
         for name, module in job.model.named_modules():
             if not isinstance(module, kinds):
                 continue
-            reason = job.asked.objection(module)
             if type(module) not in kinds or has_replaced_methods(module):
-                reason = f"{type(module).__name__} overrides its methods"
+                reason: str | None = f"{type(module).__name__} overrides its methods"
+            else:
+                reason = job.asked.objection(module)
             if reason is None:
                 exchanged_class.exchange(module, FrozenBatchNorm, job.undo)
             what = "one operation forward, and one backward"

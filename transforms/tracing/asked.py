@@ -138,10 +138,11 @@ class _Code:
 
     def ask_functions(self, model: nn.Module) -> None:
         """Find what functions that cannot be traced may ask."""
+        if not self._calls.leaf_functions:
+            return
+        reachable = Reachable(model, self._disguises)
         for function in self._calls.leaf_functions:
-            questions = self._questions(
-                Reachable(model, self._disguises).from_functions([function])
-            )
+            questions = self._questions(reachable.from_functions([function]))
             self._put(questions, model, f"{function.__name__}(), which cannot be traced,")
 
     def _questions(self, functions: Iterable[types.FunctionType]) -> set[Question]:

@@ -7,7 +7,15 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+
+def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code and that of its nested functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_codes(constant)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -22,10 +30,7 @@ def attributes_of_first_argument(code: types.CodeType) -> frozenset[str]:
     """The attributes of a function's first argument, such as ``self``, also in nested functions."""
     first = code.co_varnames[0] if code.co_argcount else ""
     found: set[str] = set()
-    waiting = [code]
-    while waiting:
-        part = waiting.pop()
-        waiting += [each for each in part.co_consts if isinstance(each, types.CodeType)]
+    for part in nested_codes(code):
         for before, each in itertools.pairwise(dis.get_instructions(part)):
             if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and before.opname.startswith("LOAD_"):
                 loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval

@@ -80,6 +80,11 @@ class Source:
         return {name: nodes for name, nodes in found.items() if nodes}
 
     @functools.cached_property
+    def imports(self) -> list[ast.Import | ast.ImportFrom]:
+        """The function's own import statements."""
+        return [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+    @functools.cached_property
     def outer(self) -> frozenset[str]:
         """The variables that are declared global or nonlocal."""
         declared = (node for node in self.nodes if isinstance(node, ast.Global | ast.Nonlocal))

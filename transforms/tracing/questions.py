@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from transforms.tracing.bytecode import nested_codes
 from transforms.tracing.conditions import Source, source_of
 from transforms.tracing.disguises import Disguise, Stranger
-from transforms.tracing.source import closure_of
+from transforms.tracing.source import all_names, closure_of, is_called
 
 _TEXTS = {"__module__", "__repr__", "_get_name", "extra_repr"}
 """Attributes that tell the class."""
@@ -115,10 +116,10 @@ def _questions(
             yield Question("class", None)
         case ast.Attribute(attr=name, ctx=ast.Load()) if name in _STATISTICS | {"bias"}:
             yield Question("attribute", name)
-        case ast.Name(id="isinstance" | "issubclass") if not _is_called(node, source):
+        case ast.Name(id="isinstance" | "issubclass") if not is_called(node, source):
             yield Question("base", None)
         case ast.Name(id="type" | "hasattr" | "getattr" | "vars" | "dir" | "repr"):
-            if not _is_called(node, source):
+            if not is_called(node, source):
                 yield Question("class", None)
         case ast.Name(id=name) if (kinds := _dispatched(namespace.get(name))) is not None:
             yield Question("base", kinds)
@@ -126,7 +127,7 @@ def _questions(
 
 def questions_in_bytecode(code: types.CodeType) -> Iterator[Question]:
     """The questions in code without a source."""
-    names = {name for each in _codes(code) for name in each.co_names}
+    names = all_names(code)
     if names & {"isinstance", "issubclass"} or "MATCH_CLASS" in _operations(code):
         yield Question("base", None)
     if names & {"type", "__class__", "vars", "dir", "repr", *_TEXTS}:
@@ -137,15 +138,8 @@ def questions_in_bytecode(code: types.CodeType) -> Iterator[Question]:
         yield Question("attribute", name)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
 def _operations(code: types.CodeType) -> set[str]:
-    return {each.opname for part in _codes(code) for each in dis.get_instructions(part)}
+    return {each.opname for part in nested_codes(code) for each in dis.get_instructions(part)}
 
 
 def _is_told(node: ast.AST, source: Source) -> bool:
@@ -155,7 +149,7 @@ def _is_told(node: ast.AST, source: Source) -> bool:
         match node:
             case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _TELLING:
                 return True
-    return isinstance(node, ast.Raise | ast.Assert) and not isinstance(node, ast.expr)
+    return isinstance(node, ast.Raise | ast.Assert)
 
 
 def _is_self(node: ast.expr, source: Source) -> bool:
@@ -163,11 +157,6 @@ def _is_self(node: ast.expr, source: Source) -> bool:
     parameters = source.parameters
     is_method = bool(parameters) and parameters[0] in ("self", "cls")
     return is_method and isinstance(node, ast.Name) and node.id == parameters[0]
-
-
-def _is_called(node: ast.AST, source: Source) -> bool:
-    parent = source.parents.get(node)
-    return isinstance(parent, ast.Call) and parent.func is node
 
 
 def _compared(
@@ -232,12 +221,12 @@ class _Absent:
 def _imported(source: Source) -> dict[str, object]:
     """What the function's own import statements assign to variables."""
     found: dict[str, object] = {}
-    for node in source.nodes:
+    for node in source.imports:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
                 found[alias.asname or name] = sys.modules.get(name, _Absent)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        elif node.level == 0:
             module = sys.modules.get(node.module or "")
             for alias in node.names:
                 value = _Absent if module is None else getattr(module, alias.name, None)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from transforms.tracing.bytecode import names_called, stored_attributes
+from transforms.tracing.bytecode import names_called, nested_codes, stored_attributes
 from transforms.tracing.conditions import Changing, Source, source_of
 from transforms.tracing.modules import META_DATA
 
@@ -90,7 +90,7 @@ class Reader:
                     is_part = isinstance(source.parents.get(each), ast.Attribute)
                     if not (is_stored or is_part or _is_asked(each, source)):
                         for module in modules[name]:
-                            yield Use(module, _is_called(each, source))
+                            yield Use(module, is_called(each, source))
                 case ast.Name(id=name):
                     for module in modules_behind(namespace.get(name)):
                         yield Use(module, False)
@@ -113,7 +113,7 @@ class Reader:
                 for owner in modules.get((source.parameters or [""])[0], ()):
                     yield from self._method(name, owner, of_bases=True)
             children = self._by_name.get(name, set())
-            reaches = name in _REACHING and (name.startswith("_") or _is_called(node, source))
+            reaches = name in _REACHING and (name.startswith("_") or is_called(node, source))
             reached = {self._model} if reaches else set()
             readers = set() if hasattr(Tensor, name) else self._methods.get(name, set())
         else:
@@ -125,7 +125,7 @@ class Reader:
         for child in children:
             is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if not _is_asked(node, source):
-                yield Use(child, (_items_are_called if is_list else _is_called)(node, source))
+                yield Use(child, (_items_are_called if is_list else is_called)(node, source))
         for module in reached:
             if not _reads_meta_data(node, source):
                 yield Use(module, False)
@@ -284,7 +284,7 @@ def _functions(
 
 def _calls(function: types.FunctionType) -> Iterator[tuple[object, types.CodeType]]:
     """What a function calls by a global name, and the code that calls it."""
-    for code in _codes(function.__code__):
+    for code in nested_codes(function.__code__):
         for name, *attributes in names_called(code):
             called = function.__globals__.get(name)
             for attribute in attributes:
@@ -313,15 +313,7 @@ def _reachable(cls: type) -> list[types.FunctionType]:
 
 def all_names(code: types.CodeType) -> set[str]:
     """The attributes and globals in code and its nested functions."""
-    return {name for each in _codes(code) for name in each.co_names}
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code and that of its nested functions."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+    return {name for each in nested_codes(code) for name in each.co_names}
 
 
 def python_function(attribute: object) -> types.FunctionType | None:
@@ -383,7 +375,8 @@ def _is_asked(node: ast.AST, source: Source) -> bool:
     return _is_name(parent.func, _ASKS)
 
 
-def _is_called(node: ast.AST, source: Source) -> bool:
+def is_called(node: ast.AST, source: Source) -> bool:
+    """Whether a part of a function is what a call in it calls."""
     parent = source.parents.get(node)
     return isinstance(parent, ast.Call) and parent.func is node
 
@@ -395,14 +388,14 @@ def _items_are_called(node: ast.Attribute, source: Source) -> bool:
     if isinstance(user, ast.Call) and _is_name(user.func, ("len",)):
         return True
     if isinstance(user, ast.Subscript) and not isinstance(user.slice, ast.Slice):
-        return user.value is node and _is_called(user, source)
+        return user.value is node and is_called(user, source)
     if isinstance(user, ast.Call) and _is_name(user.func, ("enumerate", "zip")):
         used, user = user, source.parents[user]
     if not (isinstance(user, ast.For | ast.comprehension) and user.iter is used):
         return False
     targets = {n.id for n in ast.walk(user.target) if isinstance(n, ast.Name)}
     return all(
-        _is_called(use, source) or _is_index(use, source)
+        is_called(use, source) or _is_index(use, source)
         for use in ast.walk(source.tree)
         if isinstance(use, ast.Name) and use.id in targets and isinstance(use.ctx, ast.Load)
     )
