@@ -35,6 +35,7 @@ __all__ = [
     "active_ddp",
     "active_modes",
     "any_requires_grad",
+    "autocast_operators",
     "backward_pass",
     "count_function_modes",
     "count_modes",
@@ -161,6 +162,11 @@ use_onednn_graph: Any = getattr(torch._C, "_jit_set_llga_enabled", None)
 """Turns oneDNN Graph on or off: torch.jit.enable_onednn_fusion."""
 if graph_function is None or has_onednn_graph is None or use_onednn_graph is None:
     traced_graph = None
+
+autocast_operators: Any = functools.partial(
+    torch._C._dispatch_get_registrations_for_dispatch_key, "AutocastCPU"
+)
+"""Names the operators for which autocast for the CPU has rules, with namespace and overload."""
 
 softmax_backward = torch._softmax_backward_data
 """The gradient of softmax's input, from its output and that output's gradient: one kernel, which

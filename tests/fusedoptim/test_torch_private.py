@@ -432,6 +432,12 @@ def test_use_onednn_graph() -> None:
 test_has_onednn_graph = test_use_onednn_graph
 
 
+def test_autocast_operators() -> None:
+    found = _torch_private.autocast_operators()
+    assert {"aten::linear", "aten::cat", "aten::mse_loss"} <= {*found}
+    assert not {"aten::relu", "aten::add.Tensor"} & {*found}
+
+
 def test_count_function_modes() -> None:
     assert _torch_private.count_function_modes() == 0
     with torch.device("cpu"):

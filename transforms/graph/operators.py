@@ -155,6 +155,8 @@ def _functions() -> dict[Any, str]:
     for namespace in (_F, torch, _NN):
         for key, value in vars(namespace).items():
             if isinstance(value, kinds) or type(value).__name__ == "builtin_function_or_method":
+                if key in _FRESH | _VIEWS:  # torch.mm equals torch.dsmm, which comes first
+                    found[value] = key
                 found.setdefault(value, key)
     return found
 

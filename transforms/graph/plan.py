@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from transforms.graph.aliases import roots, written_roots
+from transforms.graph.autocast import cast_explicitly
 from transforms.graph.batch_norms import NotFinite
 from transforms.graph.bounds import are_as_assumed, values_to_compare
 from transforms.graph.constants import Evaluator, Numbering, computed, inputs_of, positions
@@ -220,10 +221,11 @@ class Plan:
 
     def _compiled(self, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
         given = self._simplified()
-        products = given.products
-        if not can_be_scripted(given.graph, products):
+        if not can_be_scripted(given.graph, given.products):
             return None
-        weights = {node for each in products for node in (each.weight, each.bias) if node}
+        if torch.is_autocast_enabled("cpu") and not cast_explicitly(given.graph, given.constants):
+            return None
+        weights = {node for each in given.products for node in (each.weight, each.bias) if node}
         compared = laid_out.compared
         inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
         fixed = {i for node, i in positions(inner.source).items() if node in weights}

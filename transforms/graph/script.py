@@ -36,6 +36,7 @@ _RIGHT = frozenset(
 )
 """Functions that oneDNN Graph computes as torch does, including NaN and infinity."""
 _RIGHT_IF_FINITE = _RIGHT | {f"aten::{name}" for name in CLAMPS}
+_DTYPES = ({torch.float32}, {torch.bfloat16})
 _WARM_UP = 3  # one to see shapes, one to compile, and one to pack the weights
 _compiling = new_lock()
 
@@ -49,7 +50,11 @@ class Script(NamedTuple):
 
     def __call__(self, args: Sequence[Any]) -> Any:
         """Compute what the captured graph computes."""
-        return self.run(*[_detached(args[i]) for i in self.inputs])
+        given = [_detached(args[i]) for i in self.inputs]
+        if not torch.is_autocast_enabled("cpu"):
+            return self.run(*given)
+        with _without_autocast():
+            return self.run(*given)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
     """Whether a graph may run in C++: its functions are known, and none writes or is random."""
     return (
         private.traced_graph is not None
-        and all(each.dtype == torch.float32 for each in products)
+        and {each.dtype for each in products} in _DTYPES
         and all(
             not node.op.startswith("call")
             or ((is_pure(node) or is_fresh(node)) and not _is_nameless(node))
@@ -95,7 +100,7 @@ def script(
         is_finite: whether all values are finite unless the graph's additional results, the sizes,
             show otherwise.
     """
-    if not _is_plain(expected) or torch.is_autocast_enabled("cpu"):
+    if not _is_plain(expected):
         return None
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = [
@@ -118,16 +123,22 @@ def script(
         return forward(*values)
 
     given = [_detached(args[i]) for i in inputs]
-    try:
-        found = _compiled(traced, given)
-        actual = found(*given)[: len(expected)]
-        is_right = _is_right(found, is_finite) and _are_close(actual, expected)
-    except RuntimeError:  # of oneDNN Graph or TorchScript
-        is_right = False
-    if not is_right:
-        _forget_packed_weights()
-        return None
+    with _without_autocast():
+        try:
+            found = _compiled(traced, given)
+            actual = found(*given)[: len(expected)]
+            is_right = _is_right(found, is_finite) and _are_close(actual, expected)
+        except RuntimeError:  # of oneDNN Graph or TorchScript
+            is_right = False
+        if not is_right:
+            _forget_packed_weights()
+            return None
     return Script(found, inputs)
+
+
+def _without_autocast() -> torch.autocast:
+    """TorchScript keeps other code for autocast, with conversions of its own."""
+    return torch.autocast("cpu", enabled=False)
 
 
 def _are_computed(graph: Graph, inputs: Set[Node]) -> bool:

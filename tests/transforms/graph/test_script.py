@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fusedoptim import _torch_private as private
 from tests.running import check_script, in_fork
 from tests.transforms.graph.helpers import LAST, Compiled, Residual, Squeezed, assert_as_eager
-from tests.transforms.helpers import assert_right, randomise
+from tests.transforms.helpers import assert_right, needs_bfloat16_products, randomise
 from transforms.graph import script
 
 
@@ -29,6 +29,37 @@ def images(*shape: int) -> Tensor:
 def gradients_off() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(
+    params=[
+        "float32",
+        pytest.param("bfloat16", marks=needs_bfloat16_products),
+        pytest.param("autocast", marks=needs_bfloat16_products),
+    ]
+)
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
+    """How products are computed: autocast is on where it is needed."""
+    low, name = torch.bfloat16, request.param
+    with torch.autocast("cpu", low, enabled=name == "autocast"):
+        yield Arithmetic(
+            low if name == "bfloat16" else torch.float32, low if name != "float32" else None
+        )
+
+
+class Arithmetic(NamedTuple):
+    """The dtype of models and images, and that of products, if it is another one."""
+
+    dtype: torch.dtype
+    products: torch.dtype | None
+
+    def model(self, module: nn.Module) -> nn.Module:
+        """A module for it, in eval mode and channels last."""
+        return module.eval().to(memory_format=LAST, dtype=self.dtype)
+
+    def images(self, *shape: int) -> Tensor:
+        """Random images."""
+        return images(*shape).to(self.dtype)
 
 
 @pytest.mark.parametrize("make", [Residual, Squeezed])
@@ -88,31 +119,31 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.usefixtures("gradients_off")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_nan_and_infinity_within(name: str) -> None:
-    model = Chain(FUNCTIONS[name]).eval().to(memory_format=LAST)
-    ours, x = Compiled(model), images(4, 17, 9, 11)
+def test_nan_and_infinity_within(name: str, arithmetic: Arithmetic) -> None:
+    model = arithmetic.model(Chain(FUNCTIONS[name]))
+    ours, x = Compiled(model), arithmetic.images(4, 17, 9, 11)
     for i, number in enumerate((float("nan"), float("inf"), -float("inf"))):
         x[i, i, 3:5, 4] = number
-    finite = images(4, 17, 9, 11)
+    finite = arithmetic.images(4, 17, 9, 11)
     for _ in range(3):
-        assert_as_eager(ours, model, finite)
-        assert_as_eager(ours, model, x)
+        assert_as_eager(ours, model, finite, arithmetic=arithmetic.products)
+        assert_as_eager(ours, model, x, arithmetic=arithmetic.products)
 
 
 @pytest.mark.usefixtures("gradients_off")
-def test_what_is_scripted() -> None:
+def test_what_is_scripted(arithmetic: Arithmetic) -> None:
     scripted = ("relu", "relu6", "hardtanh", "hardswish", "silu", "max_pool2d", "last norm")
     for name in (*scripted, "joined", "avg_pool2d, strides"):
         torch.compiler.reset()
-        ours = Compiled(Chain(FUNCTIONS[name]).eval().to(memory_format=LAST))
+        ours = Compiled(arithmetic.model(Chain(FUNCTIONS[name])))
         for _ in range(2):
-            ours(images(2, 17, 9, 11))
+            ours(arithmetic.images(2, 17, 9, 11))
         assert ours.is_scripted(), name
     for left in (F.elu, lambda x: x + torch.rand_like(x), lambda x: x.sort(1).values):
         torch.compiler.reset()
-        ours = Compiled(Chain(left).to(memory_format=LAST))
+        ours = Compiled(arithmetic.model(Chain(left)))
         for _ in range(2):
-            ours(images(2, 17, 9, 11))
+            ours(arithmetic.images(2, 17, 9, 11))
         assert not ours.is_scripted()
 
 
@@ -131,15 +162,15 @@ class Shared(nn.Module):
 
 
 @pytest.mark.usefixtures("gradients_off")
-def test_values_that_are_used_again() -> None:
-    model = Shared().eval().to(memory_format=LAST)
-    ours, x = Compiled(model), images(2, 16, 9, 7)
+def test_values_that_are_used_again(arithmetic: Arithmetic) -> None:
+    model = arithmetic.model(Shared())
+    ours, x = Compiled(model), arithmetic.images(2, 16, 9, 7)
     for _ in range(3):
-        assert_as_eager(ours, model, x)  # x is unchanged, too
+        assert_as_eager(ours, model, x, arithmetic=arithmetic.products)  # x is unchanged, too
     assert ours.is_scripted()
     kept = [each.clone() for each in ours(x)]
     results = ours(x)
-    ours(images(2, 16, 9, 7))
+    ours(arithmetic.images(2, 16, 9, 7))
     for a, b in zip(results, kept):
         assert torch.equal(a, b)
 
@@ -230,7 +261,9 @@ _TAKEN_TWICE = (_input_again, _input_added, _computed_twice)
 
 @pytest.mark.usefixtures("gradients_off")
 @pytest.mark.parametrize("function", [*_OVERWRITTEN, *_TAKEN_TWICE])
-def test_terms_of_sums_that_are_used_again(function: Callable[..., Tensor]) -> None:
+def test_terms_of_sums_that_are_used_again(
+    function: Callable[..., Tensor], arithmetic: Arithmetic
+) -> None:
     """The sum would be written over a term, unnoticed with zeros; or the process would end."""
 
     class Summed(nn.Module):
@@ -242,13 +275,14 @@ def test_terms_of_sums_that_are_used_again(function: Callable[..., Tensor]) -> N
         def forward(self, x: Tensor) -> Tensor:
             return function(list(self.layers), x)
 
-    model = Summed().to(memory_format=LAST)
+    model = arithmetic.model(Summed())
     ours = Compiled(model)
     for _ in range(3):
-        ours(torch.zeros(1, 16, 9, 9).to(memory_format=LAST))
+        ours(0 * arithmetic.images(1, 16, 9, 9))
     assert ours.is_scripted()
     for _ in range(2):
-        assert_as_eager(ours, model, images(1, 16, 9, 9))
+        x = arithmetic.images(1, 16, 9, 9)
+        assert_as_eager(ours, model, x, arithmetic=arithmetic.products)
 
 
 @pytest.mark.usefixtures("gradients_off")
@@ -401,7 +435,7 @@ def test_the_switch_of_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gradients_off")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_are_left_to_python(dtype: torch.dtype) -> None:
     model = randomise(Residual()).to(memory_format=LAST, dtype=dtype)
     ours, x = Compiled(model), images(2, 3, 16, 16).to(dtype)

@@ -1,0 +1,68 @@
+"""Makes a graph independent of autocast, by the conversions that autocast makes.
+
+TorchScript specializes its code for autocast, and then converts by rules of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.fx import Graph, Node
+
+from fusedoptim import _torch_private as private
+from transforms.graph import operators
+from transforms.graph.operators import ATTENTION, CONVOLUTIONS, TRANSPOSED, is_tensor, value
+from transforms.graph.products import cast
+
+_CONVERTED = frozenset(
+    (
+        *("addmm", "baddbmm", "bmm", "linear", "matmul", "mm", ATTENTION),
+        *(*CONVOLUTIONS, *TRANSPOSED),
+        *("cat", "stack"),
+    )
+)
+"""Functions whose tensors autocast converts to the dtype of their result."""
+
+
+def cast_explicitly(graph: Graph, constants: set[Node]) -> bool:
+    """Convert what autocast converts; return False if the graph needs autocast nevertheless.
+
+    Args:
+        graph: the graph, captured under autocast for the CPU.
+        constants: its constants; those that are converted are added.
+    """
+    for node in list(graph.nodes):
+        called = operators.name(node)
+        if called is None or called.removesuffix("_") not in _changed():
+            continue
+        if called not in _CONVERTED or not is_tensor(node):
+            return False
+        tensors = [each for each in node.all_input_nodes if is_tensor(each)]
+        if any(value(each).dtype == torch.float64 for each in tensors):  # autocast leaves these
+            return False
+        for each in tensors:
+            if value(each).is_floating_point() and value(each).dtype != value(node).dtype:
+                _cast(each, node, constants)
+    return True
+
+
+def _cast(tensor: Node, user: Node, constants: set[Node]) -> None:
+    """Convert a tensor to the dtype of its user's result, for this user only."""
+    dtype = value(user).dtype
+    with user.graph.inserting_before(user):
+        if tensor in constants:
+            result = user.graph.call_function(cast, (tensor, dtype))
+            constants.add(result)
+        else:
+            result = user.graph.call_method("to", (tensor, dtype))
+    result.meta["example_value"] = value(tensor).to(dtype)
+    user.replace_input_with(tensor, result)
+
+
+@functools.cache
+def _changed() -> frozenset[str]:
+    """The functions of torch for which autocast for the CPU does something."""
+    return frozenset(
+        each.removeprefix("aten::").partition(".")[0] for each in private.autocast_operators()
+    )
