@@ -219,6 +219,14 @@ def is_tensor(node: Any) -> bool:
     return isinstance(value(node), Tensor)
 
 
+def has_fixed_shape(node: Node) -> bool:
+    """Whether a node is no number, and all sizes of its tensor are known."""
+    known = value(node)
+    if isinstance(known, Tensor):
+        return all(isinstance(size, int) for size in (*known.shape, *known.stride()))
+    return not is_number(node)
+
+
 def is_context(node: Node) -> bool:
     """Whether a node enters or leaves a context."""
     return getattr(node.target, "__name__", "") in _CONTEXTS

@@ -15,7 +15,7 @@ from transforms.graph.batch_norms import NotFinite
 from transforms.graph.bounds import are_as_assumed, values_to_compare
 from transforms.graph.constants import Evaluator, Numbering, computed, inputs_of, positions
 from transforms.graph.lowering import Counts, Lowered, Parts, Simplified, lowered, simplified
-from transforms.graph.operators import is_own
+from transforms.graph.operators import has_fixed_shape, is_own
 from transforms.graph.recording import Layouts, Recorder
 from transforms.graph.script import Script, can_be_scripted, script
 from transforms.graph.sources import CannotWatch, Snapshot
@@ -106,7 +106,8 @@ class Plan:
         """Lower the graph for inputs of any shape; a variant for one shape may follow later."""
         given = self._simplified()
         convolutions = [each for each in given.products if each.is_convolution]
-        self._has_convolutions = bool(convolutions)
+        self._lays_out = bool(convolutions) or _gains_in_cpp(given)
+        """Whether variants are made for one shape of the inputs."""
         general = lowered(given, None)
         self._general = _Variant(self._captured, general, self._numbering)
         weights = [node for each in convolutions for node in (each.weight, each.bias) if node]
@@ -128,7 +129,7 @@ class Plan:
         if kept is None or self._overlaps(kept, args):
             return self._plain(*args)
         try:
-            if self._has_convolutions:
+            if self._lays_out:
                 key, laid_out = self._key(args), self._laid_out
                 if laid_out is not None and laid_out.key == key:
                     return self._run_laid_out(kept, laid_out, args)
@@ -225,14 +226,16 @@ class Plan:
             return None
         if torch.is_autocast_enabled("cpu") and not cast_explicitly(given.graph, given.constants):
             return None
-        weights = {node for each in given.products for node in (each.weight, each.bias) if node}
+        products = given.products
+        weights = {node for each in products for node in (each.weight, each.bias) if node}
         compared = laid_out.compared
         inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
         fixed = {i for node, i in positions(inner.source).items() if node in weights}
         values = [*args, *computed(inner.source, inner.kept, args)]
         fixed |= set(range(len(args), len(values)))
         expected = self._plain(*args)
-        return script(self._captured, inner.graph, values, fixed, expected, compared is not None)
+        is_finite, dtype = compared is not None, products[0].dtype
+        return script(self._captured, inner.graph, values, fixed, expected, dtype, is_finite)
 
     def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
         """The constants of a variant; those that are missing are computed."""
@@ -305,6 +308,20 @@ class Plan:
         self._folds, self._kept = False, None
         self._prepare()
         return self._plain(*args)
+
+
+def _gains_in_cpp(given: Simplified) -> bool:
+    """Whether a graph without convolutions is worth C++: it has one shape, and its calls count.
+
+    In bfloat16 Linears take so little time that calling them does; torch captures a graph for any
+    shape once a second one comes.
+    """
+    placeholders = (node for node in given.graph.nodes if node.op == "placeholder")
+    return (
+        bool(given.products)
+        and all(each.dtype == torch.bfloat16 for each in given.products)
+        and all(map(has_fixed_shape, placeholders))
+    )
 
 
 def _needs_gradient(args: Sequence[Any]) -> bool:

@@ -87,6 +87,7 @@ def script(
     args: Sequence[Any],
     fixed: Container[int],
     expected: Any,
+    dtype: torch.dtype,
     is_finite: bool,
 ) -> Script | None:
     """Compile a plan; None if oneDNN Graph does not take it, or would compute something else.
@@ -97,6 +98,7 @@ def script(
         args: the arguments of the graph, constants included.
         fixed: which of them are constants.
         expected: what the graph returns for them.
+        dtype: that of its products, to which ``expected`` is exact.
         is_finite: whether all values are finite unless the graph's additional results, the sizes,
             show otherwise.
     """
@@ -127,7 +129,7 @@ def script(
         try:
             found = _compiled(traced, given)
             actual = found(*given)[: len(expected)]
-            is_right = _is_right(found, is_finite) and _are_close(actual, expected)
+            is_right = _is_right(found, is_finite) and _are_close(actual, expected, dtype)
         except RuntimeError:  # of oneDNN Graph or TorchScript
             is_right = False
         if not is_right:
@@ -208,16 +210,18 @@ def _is_plain(result: Any) -> bool:
     return isinstance(result, tuple) and all(type(each) is Tensor for each in result)
 
 
-def _are_close(actual: Any, expected: Any) -> bool:
-    """Whether results are the same up to rounding, and laid out alike."""
-    return len(actual) == len(expected) and all(map(_is_close, actual, expected))
+def _are_close(actual: Any, expected: Any, dtype: torch.dtype) -> bool:
+    """Whether results are the same up to the rounding of a dtype, and laid out alike."""
+    return len(actual) == len(expected) and all(
+        _is_close(*pair, torch.finfo(dtype).eps) for pair in zip(actual, expected)
+    )
 
 
-def _is_close(actual: Tensor, expected: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor, precision: float) -> bool:
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
     if actual.stride() != expected.stride():
         return False
     if not expected.is_floating_point():
         return torch.equal(actual, expected)
-    return agrees(actual, expected)
+    return agrees(actual, expected, precision)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedoptim import _torch_private as private
-from tests.transforms.graph.helpers import LAST, Compiled, Residual, assert_as_eager
+from tests.transforms.graph.helpers import LAST, Compiled, Encoder, Residual, assert_as_eager
 from tests.transforms.helpers import needs_bfloat16_products, randomise
 from transforms.graph import autocast
 
@@ -112,6 +112,26 @@ def test_contexts_within_the_model() -> None:
         for _ in range(4):
             assert_as_eager(ours, model, images(), arithmetic=torch.bfloat16)
     assert not ours.is_scripted()
+
+
+def test_linears_alone() -> None:
+    """They run in C++ for the first shape; torch captures one graph for all others."""
+    model = randomise(Encoder())
+    ours = Compiled(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        for words in (31, 31, 31, 17, 17, 17, 40, 31):
+            x = torch.randn(3, words, 96)
+            assert_as_eager(ours, model, x, arithmetic=torch.bfloat16)
+    first, others = ours.plans
+    assert first._kept is not None
+    assert any(first._kept.scripts.values())
+    assert others._kept is not None
+    assert not others._kept.scripts
+    torch.compiler.reset()
+    ours = Compiled(model)
+    for _ in range(3):
+        assert_as_eager(ours, model, torch.randn(3, 31, 96))
+    assert not ours.is_scripted()  # float32 gains nothing
 
 
 def test_weights_that_change() -> None:
