@@ -33,8 +33,10 @@ def cast_explicitly(graph: Graph, constants: set[Node]) -> bool:
         constants: its constants; those that are converted are added.
     """
     for node in list(graph.nodes):
+        if not node.op.startswith("call") or operators.is_own(node):
+            continue
         called = operators.name(node)
-        if called is None or called.removesuffix("_") not in _changed():
+        if called is not None and called.removesuffix("_") not in _changed():
             continue
         if called not in _CONVERTED or not is_tensor(node):
             return False

@@ -70,6 +70,10 @@ def _layer_norm(
     return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
 
 
+def _sigmoid(input: Tensor) -> Tensor:  # noqa: A002
+    return torch.positive(torch.sigmoid(input))  # a group ends before what it does not know
+
+
 _HIDDEN: dict[str, Callable[..., Tensor]] = {
     "relu": _relu,
     "relu_": _relu_,
@@ -79,6 +83,7 @@ _HIDDEN: dict[str, Callable[..., Tensor]] = {
     "hardtanh_": _hardtanh_,
     "max_pool2d": _max_pool2d,
     "layer_norm": _layer_norm,
+    "sigmoid": _sigmoid,
 }
 """Functions that oneDNN Graph would compute otherwise for NaN, as others that it does not know."""
 
@@ -96,10 +101,41 @@ def hide(graph: Graph, is_finite: bool) -> None:
         if not operators.is_tensor(node) or (is_finite and called in CLAMPS):
             continue
         hidden = _HIDDEN.get(called)
-        if called in _SUMS and _is_unsafe(node, uses):
-            hidden = _SUMS[called]
+        if called in _SUMS:
+            hidden = _SUMS[called] if _is_unsafe(node, uses) else None
+        elif called == "sigmoid" and _is_of_product(node, uses):
+            hidden = None
         if hidden is not None:
             node.op, node.target = "call_function", hidden
+
+
+def can_be_hidden(graph: Graph) -> bool:
+    """Whether :func:`hide` knows another name for all that oneDNN Graph computes otherwise."""
+    uses = _uses(graph)
+    for node in graph.nodes:
+        given = operators.arguments(node)
+        match operators.name(node):
+            case "gelu":  # by erf, for a Linear without another user, infinite values are right
+                x, is_by_erf = given["input"], given.get("approximate", "none") == "none"
+                if not is_by_erf or operators.name(x) != "linear" or len(uses[x]) > 1:
+                    return False
+            case "leaky_relu" if given.get("negative_slope", 0.01) == 0:  # of NaN it makes numbers
+                return False
+    return True
+
+
+def _is_of_product(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
+    """Whether a sigmoid has the result of a product to itself, or multiplies it, as SiLU does.
+
+    Of other values, oneDNN Graph makes numbers of NaN in some groups.
+    """
+    x = node.all_input_nodes[0]
+    if operators.name(x) not in ("linear", "addmm", *operators.CONVOLUTIONS):
+        return False
+    return all(
+        user is node or (operators.name(user) == "mul" and {*user.args} == {x, node})
+        for user in uses[x]
+    )
 
 
 def _sum(input: Tensor, other: Tensor, alpha: float = 1) -> Tensor:  # noqa: A002

@@ -19,7 +19,7 @@ from fusedoptim._locks import new_lock
 from fusedoptim.runtime.memory import return_free_memory
 from transforms.graph.aliases import returned_roots, roots
 from transforms.graph.bounds import CLAMPS
-from transforms.graph.hiding import hide
+from transforms.graph.hiding import can_be_hidden, hide
 from transforms.graph.operators import dependencies, is_fresh, is_pure
 from transforms.graph.products import Product
 from transforms.inputs.sample import agrees
@@ -63,7 +63,10 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
-    """Whether a graph may run in C++: its functions are known, and none writes or is random."""
+    """Whether a graph may run in C++: its functions are known, and none writes or is random.
+
+    What oneDNN Graph computes otherwise than torch must have a name that it does not know.
+    """
     return (
         private.traced_graph is not None
         and {each.dtype for each in products} in _DTYPES
@@ -72,6 +75,7 @@ def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
             or ((is_pure(node) or is_fresh(node)) and not _is_nameless(node))
             for node in graph.nodes
         )
+        and can_be_hidden(graph)
     )
 
 

@@ -21,8 +21,9 @@ _SIMPLE = (type(None), bool, int, float, complex, str, bytes, tuple, Tensor, *_C
 def put_back(model: nn.Module) -> Iterator[None]:
     """Run calls of ``model`` after which it is as before.
 
-    Put back are buffers, and attributes of modules that are numbers, text, tensors, or lists, dicts
-    and sets, with all that is in these. The parameters, and objects of other classes, are not.
+    Put back are buffers, hooks, and attributes of modules that are numbers, text, tensors, or
+    lists, dicts and sets, with all that is in these. The parameters, and objects of other classes,
+    are not.
     """
     before = _State(model)
     try:
@@ -37,6 +38,8 @@ class _State:
         """The attributes of modules, and copies of them."""
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        """Each module's hooks by their ids, and copies. A transformers model registers some."""
         for module in model.modules():
             if isinstance(module, LazyModuleMixin):  # its first call makes another module of it
                 continue
@@ -44,6 +47,8 @@ class _State:
                 self._keep(buffer)
             if isinstance(module, torch.jit.ScriptModule):
                 continue
+            hooks = [value for name, value in vars(module).items() if name.endswith("_hooks")]
+            self._hooks += [(each, each.copy()) for each in hooks if isinstance(each, dict)]
             own = _simple(vars(module))
             self._bound += [(vars(module), own), (module._buffers, dict(module._buffers))]
             for value in own.values():
@@ -69,6 +74,10 @@ class _State:
             for name in before.keys() & now.keys():
                 if now[name] is not before[name]:
                     now[name] = before[name]
+        for hooks, kept in self._hooks:
+            if [*hooks] != [*kept]:
+                hooks.clear()
+                hooks.update(kept)
         for value, contents in self._containers.values():
             if [*map(id, _items(value))] == [*map(id, _items(contents))]:
                 continue

@@ -147,6 +147,24 @@ def test_weights_that_change() -> None:
                 parameter.mul_(1.25)
 
 
+@torch.library.custom_op("fusedoptim_tests::asks", mutates_args=())
+def asks(x: Tensor) -> Tensor:
+    """Depends on autocast: it may not run without it."""
+    return x * (2.0 if torch.is_autocast_enabled("cpu") else 3.0)
+
+
+asks.register_fake(torch.empty_like)
+
+
+def test_operators_of_others() -> None:
+    model = Around(lambda x, y: asks(y)).to(memory_format=LAST)
+    ours = Compiled(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        for factor in (0.0, 0.0, 0.0, 1.0):  # any factor of zeros is right
+            assert_as_eager(ours, model, factor * images(), arithmetic=torch.bfloat16)
+    assert not ours.is_scripted()
+
+
 def test_autocast_has_rules_for_every_product() -> None:
     """Should torch add a rule for a function that is known here, the function is refused."""
     known = {each.removeprefix("aten::").partition(".")[0] for each in private.autocast_operators()}

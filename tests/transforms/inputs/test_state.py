@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import ViTConfig, ViTModel
 
 from fusedoptim import transforms
 from tests.transforms.helpers import assert_same
@@ -113,6 +114,39 @@ def test_what_did_not_change_is_not_written() -> None:
     with put_back(model):
         model(torch.randn(2, 3, 4, 4))
     assert [buffer._version for buffer in model.buffers()] == versions
+
+
+def test_hooks_that_a_call_registers() -> None:
+    """transformers registers hooks in the first call that asks for hidden states."""
+    config = ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=32,
+        output_hidden_states=True,
+    )
+    model = ViTModel(config).eval()
+    x = torch.randn(2, 3, 32, 32)
+    ours = transforms.optimize(model, sample_input=x)
+    assert not any(module._forward_hooks for module in (*ours.modules(), *model.modules()))
+    for each in (ours, model, ours):
+        assert len(each(x).hidden_states) == 3
+
+
+def test_hooks_that_a_call_removes() -> None:
+    model, seen = nn.Linear(3, 4), []
+
+    def once(*_: Any) -> None:
+        seen.append(True)
+        handle.remove()
+
+    handle = model.register_forward_hook(once)
+    with put_back(model):
+        model(torch.randn(2, 3))
+    model(torch.randn(2, 3))
+    assert seen == [True, True]
+    assert not model._forward_hooks
 
 
 def test_lazy_modules_stay_initialized() -> None:

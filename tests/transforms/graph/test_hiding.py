@@ -1,0 +1,94 @@
+"""In any group, oneDNN Graph keeps NaN and infinity, or the function is kept from it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.transforms.graph.helpers import LAST, Compiled, assert_as_eager
+from tests.transforms.helpers import needs_bfloat16_products
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sigmoid of tanh": lambda y: torch.tanh(y).sigmoid(),
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "leaky_relu": lambda y: F.leaky_relu(y, -0.5),
+    "a slope of 0": lambda y: F.leaky_relu(y, 0),
+    "gelu": F.gelu,
+    "gelu by tanh": lambda y: F.gelu(y, approximate="tanh"),
+}
+AFTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "halved": lambda z, y: z * 0.5,
+    "added": lambda z, y: z + y,
+    "multiplied": lambda z, y: z * y,
+}
+
+
+class Layers(nn.Module):
+    """Several products, of which ``first`` chooses, and what follows one of them."""
+
+    def __init__(
+        self,
+        first: Callable[[Layers, Tensor], Tensor],
+        function: Callable[[Tensor], Tensor],
+        after: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.conv, self.deep = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.transposed, self.linear = nn.ConvTranspose2d(16, 16, 1), nn.Linear(16, 16)
+        self.first, self.function, self.after = first, function, after
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(self, x)
+        return self.after(self.function(y), y), self.conv(x)
+
+
+FIRST: dict[str, Callable[[Layers, Tensor], Tensor]] = {
+    "sum": lambda m, x: x + x,
+    "pooled": lambda m, x: F.avg_pool2d(x, 3, 1, 1),
+    "convolution": lambda m, x: m.conv(x),
+    "depthwise": lambda m, x: m.deep(x),
+    "transposed": lambda m, x: m.transposed(x),
+    "residual": lambda m, x: m.conv(x) + x,
+    "linear": lambda m, x: m.linear(x.permute(0, 2, 3, 1)),
+    "matmul": lambda m, x: x.permute(0, 2, 3, 1) @ m.linear.weight,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_products)]
+)
+@pytest.mark.parametrize("first", FIRST)
+def test_nan_and_infinity(first: str, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 16, 5, 6).to(dtype, memory_format=LAST)
+    specials = [x.clone() for _ in range(3)]
+    for special, number in zip(specials, (float("nan"), float("inf"), -float("inf"))):
+        special[1, 3, 2, 4] = number
+    scripted = set()
+    pairs = [(name, "halved") for name in FUNCTIONS]
+    pairs += itertools.product(("sigmoid", "gelu"), ("added", "multiplied"))
+    for name, after in pairs:
+        torch.compiler.reset()
+        model = Layers(FIRST[first], FUNCTIONS[name], AFTER[after])
+        model = model.eval().to(dtype, memory_format=LAST)
+        ours = Compiled(model)
+        for given in (x, x, *specials):
+            assert_as_eager(ours, model, given)
+        if ours.is_scripted():
+            scripted.add(name)
+    assert scripted >= {"sigmoid", "sigmoid of tanh", "tanh", "silu", "hardswish", "leaky_relu"}
+    assert ("gelu" in scripted) == (first == "linear")
+    assert not scripted & {"a slope of 0", "gelu by tanh"}
