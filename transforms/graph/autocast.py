@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from fusedoptim import _torch_private as private
 from transforms.graph import operators
 from transforms.graph.operators import ATTENTION, CONVOLUTIONS, TRANSPOSED, is_tensor, value
-from transforms.graph.products import cast
+from transforms.graph.products import cast, product
 
 _CONVERTED = frozenset(
     (
@@ -30,7 +30,8 @@ def cast_explicitly(graph: Graph, constants: set[Node]) -> bool:
 
     Args:
         graph: the graph, captured under autocast for the CPU.
-        constants: its constants; those that are converted are added.
+        constants: its constants. Converted weights and biases of products are added, because only
+            these are compared in each call.
     """
     for node in list(graph.nodes):
         if not node.op.startswith("call") or operators.is_own(node):
@@ -43,23 +44,27 @@ def cast_explicitly(graph: Graph, constants: set[Node]) -> bool:
         tensors = [each for each in node.all_input_nodes if is_tensor(each)]
         if any(value(each).dtype == torch.float64 for each in tensors):  # autocast leaves these
             return False
+        packed = product(node, constants)
+        kept = () if packed is None else (packed.weight, packed.bias)
         for each in tensors:
             if value(each).is_floating_point() and value(each).dtype != value(node).dtype:
-                _cast(each, node, constants)
+                result = _cast(each, node, each in kept)
+                if each in kept:
+                    constants.add(result)
     return True
 
 
-def _cast(tensor: Node, user: Node, constants: set[Node]) -> None:
+def _cast(tensor: Node, user: Node, is_kept: bool) -> Node:
     """Convert a tensor to the dtype of its user's result, for this user only."""
     dtype = value(user).dtype
     with user.graph.inserting_before(user):
-        if tensor in constants:
+        if is_kept:
             result = user.graph.call_function(cast, (tensor, dtype))
-            constants.add(result)
         else:
             result = user.graph.call_method("to", (tensor, dtype))
     result.meta["example_value"] = value(tensor).to(dtype)
     user.replace_input_with(tensor, result)
+    return result
 
 
 @functools.cache

@@ -105,12 +105,13 @@ class Plan:
     def _prepare(self) -> None:
         """Lower the graph for inputs of any shape; a variant for one shape may follow later."""
         given = self._simplified()
-        convolutions = [each for each in given.products if each.is_convolution]
-        self._lays_out = bool(convolutions) or _gains_in_cpp(given)
+        products = given.products
+        self._lays_out = any(each.is_convolution for each in products) or _gains_in_cpp(given)
         """Whether variants are made for one shape of the inputs."""
         general = lowered(given, None)
         self._general = _Variant(self._captured, general, self._numbering)
-        weights = [node for each in convolutions for node in (each.weight, each.bias) if node]
+        packed = products if self._lays_out else []
+        weights = [node for each in packed for node in (each.weight, each.bias) if node]
         self._watched = inputs_of(general.source, [*general.kept, *weights])
         """The sources that constants are computed from, in this variant or a later one."""
         self._laid_out: _LaidOut | None = None  # replaced as a whole: threads may call one model
@@ -231,6 +232,8 @@ class Plan:
         compared = laid_out.compared
         inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
         fixed = {i for node, i in positions(inner.source).items() if node in weights}
+        if not fixed.union(inputs_of(inner.source, inner.kept)) <= {*self._watched}:
+            return None  # a change of these would not be noticed
         values = [*args, *computed(inner.source, inner.kept, args)]
         fixed |= set(range(len(args), len(values)))
         expected = self._plain(*args)

@@ -318,6 +318,32 @@ def test_changes_and_how_often_is_compiled() -> None:
     assert scripted == [True, True, True, False]  # at once, after 2 calls, after 6, after 14
 
 
+class Headed(nn.Module):
+    """A convolution and two Linears, of which only the first gets a packed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 256, 3, padding=1)
+        self.wide, self.narrow = nn.Linear(256, 1024), nn.Linear(1024, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(self.wide(self.conv(x).mean((2, 3))))
+        return y
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_new_data_of_each_parameter(arithmetic: Arithmetic) -> None:
+    model = arithmetic.model(Headed()).requires_grad_(False)  # autocast keeps conversions of others
+    for parameter in model.parameters():
+        torch.compiler.reset()
+        ours, x = Compiled(model), arithmetic.images(64, 3, 8, 8)
+        for _ in range(3):
+            assert_as_eager(ours, model, x, arithmetic=arithmetic.products)
+        assert ours.is_scripted()
+        parameter.data = parameter.data + 1
+        assert_as_eager(ours, model, x, arithmetic=arithmetic.products)
+
+
 @pytest.mark.usefixtures("gradients_off")
 def test_memory_is_freed() -> None:
     model = randomise(Residual()).to(memory_format=LAST)
