@@ -47,7 +47,7 @@ class _State:
                 self._keep(buffer)
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            hooks = [value for name, value in vars(module).items() if name.endswith("_hooks")]
+            hooks = [value for name, value in vars(module).items() if "_hooks" in name]
             self._hooks += [(each, each.copy()) for each in hooks if isinstance(each, dict)]
             own = _simple(vars(module))
             self._bound += [(vars(module), own), (module._buffers, dict(module._buffers))]

@@ -137,11 +137,11 @@ def test_hooks_that_a_call_registers() -> None:
 def test_hooks_that_a_call_removes() -> None:
     model, seen = nn.Linear(3, 4), []
 
-    def once(*_: Any) -> None:
+    def once(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen.append(True)
         handle.remove()
 
-    handle = model.register_forward_hook(once)
+    handle = model.register_forward_hook(once, with_kwargs=True)
     with put_back(model):
         model(torch.randn(2, 3))
     model(torch.randn(2, 3))
