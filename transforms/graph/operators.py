@@ -151,11 +151,12 @@ def name(node: Node) -> str | None:
 def _functions() -> dict[Any, str]:
     """The names of torch's functions, by function object."""
     kinds = (types.FunctionType, types.BuiltinFunctionType)
+    known = _FRESH | _VIEWS
     found: dict[Any, str] = {}
     for namespace in (_F, torch, _NN):
         for key, value in vars(namespace).items():
             if isinstance(value, kinds) or type(value).__name__ == "builtin_function_or_method":
-                if key in _FRESH | _VIEWS:  # torch.mm equals torch.dsmm, which comes first
+                if key in known:  # torch.mm equals torch.dsmm, which comes first
                     found[value] = key
                 found.setdefault(value, key)
     return found

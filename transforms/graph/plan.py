@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from transforms.graph.aliases import roots, written_roots
 from transforms.graph.autocast import cast_explicitly
@@ -16,6 +16,7 @@ from transforms.graph.bounds import are_as_assumed, values_to_compare
 from transforms.graph.constants import Evaluator, Numbering, computed, inputs_of, positions
 from transforms.graph.lowering import Counts, Lowered, Parts, Simplified, lowered, simplified
 from transforms.graph.operators import has_fixed_shape, is_own
+from transforms.graph.products import Product
 from transforms.graph.recording import Layouts, Recorder
 from transforms.graph.script import Script, can_be_scripted, script
 from transforms.graph.sources import CannotWatch, Snapshot
@@ -106,7 +107,7 @@ class Plan:
         """Lower the graph for inputs of any shape; a variant for one shape may follow later."""
         given = self._simplified()
         products = given.products
-        self._lays_out = any(each.is_convolution for each in products) or _gains_in_cpp(given)
+        self._lays_out = _is_laid_out(given.graph, products)
         """Whether variants are made for one shape of the inputs."""
         general = lowered(given, None)
         self._general = _Variant(self._captured, general, self._numbering)
@@ -223,11 +224,11 @@ class Plan:
 
     def _compiled(self, laid_out: _LaidOut, args: Sequence[Any]) -> Script | None:
         given = self._simplified()
-        if not can_be_scripted(given.graph, given.products):
-            return None
         if torch.is_autocast_enabled("cpu") and not cast_explicitly(given.graph, given.constants):
             return None
         products = given.products
+        if not can_be_scripted(given.graph, products):
+            return None
         weights = {node for each in products for node in (each.weight, each.bias) if node}
         compared = laid_out.compared
         inner = lowered(given, laid_out.layouts, packs=False, compared=compared)
@@ -237,8 +238,10 @@ class Plan:
         values = [*args, *computed(inner.source, inner.kept, args)]
         fixed |= set(range(len(args), len(values)))
         expected = self._plain(*args)
-        is_finite, dtype = compared is not None, products[0].dtype
-        return script(self._captured, inner.graph, values, fixed, expected, dtype, is_finite)
+        dtype = products[0].dtype
+        return script(
+            self._captured, inner.graph, values, fixed, expected, dtype, compared is not None
+        )
 
     def _computed(self, kept: _Kept, variant: _Variant, args: Sequence[Any]) -> list[Tensor]:
         """The constants of a variant; those that are missing are computed."""
@@ -313,17 +316,17 @@ class Plan:
         return self._plain(*args)
 
 
-def _gains_in_cpp(given: Simplified) -> bool:
-    """Whether a graph without convolutions is worth C++: it has one shape, and its calls count.
+def _is_laid_out(graph: Graph, products: Sequence[Product]) -> bool:
+    """Whether a graph gains by variants for one shape: for convolutions, or by C++ alone.
 
-    In bfloat16 Linears take so little time that calling them does; torch captures a graph for any
-    shape once a second one comes.
+    In bfloat16 Linears take so little time that calling them counts. They run in C++ in graphs of
+    one shape only; torch captures a graph for any shape once a second one comes.
     """
-    placeholders = (node for node in given.graph.nodes if node.op == "placeholder")
-    return (
-        bool(given.products)
-        and all(each.dtype == torch.bfloat16 for each in given.products)
-        and all(map(has_fixed_shape, placeholders))
+    if any(each.is_convolution for each in products):
+        return True
+    placeholders = (node for node in graph.nodes if node.op == "placeholder")
+    return {each.dtype for each in products} == {torch.bfloat16} and all(
+        map(has_fixed_shape, placeholders)
     )
 
 

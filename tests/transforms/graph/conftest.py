@@ -1,4 +1,4 @@
-"""Every test begins without compiled code."""
+"""Every test begins without compiled code; many run without gradients."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def _nothing_is_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def gradients_off() -> Iterator[None]:
+    with torch.no_grad():
+        yield

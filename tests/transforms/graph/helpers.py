@@ -6,14 +6,25 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tests.transforms.helpers import needs_bfloat16_products
 from transforms.graph import backend
 from transforms.graph.plan import Plan
 
 LAST = torch.channels_last
+each_packed_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_products)]
+)
+
+
+def images(*shape: int) -> Tensor:
+    """Random images or volumes with their channels last."""
+    layout = LAST if len(shape) == 4 else torch.channels_last_3d
+    return torch.randn(*shape).to(memory_format=layout)
 
 
 class Compiled:

@@ -12,12 +12,21 @@ from torch import Tensor, fx, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from tests.transforms.graph.helpers import LAST, Compiled, Residual, assert_as_eager
-from tests.transforms.graph.test_numerics import PRODUCTS, Activated, images
-from tests.transforms.helpers import assert_right, exactly, needs_bfloat16_products, randomise
+from tests.transforms.graph.helpers import (
+    LAST,
+    Compiled,
+    Residual,
+    assert_as_eager,
+    each_packed_dtype,
+    images,
+)
+from tests.transforms.graph.test_numerics import PRODUCTS, Activated
+from tests.transforms.helpers import assert_right, exactly, randomise
 from transforms.graph import bounds
 from transforms.graph.constants import Evaluator
 from transforms.graph.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("gradients_off")
 
 CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -25,9 +34,6 @@ CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.2),
 }
 DTYPES = (torch.float32, torch.bfloat16)
-each_packed_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_products)]
-)
 
 
 class Chain(nn.Module):
@@ -54,12 +60,6 @@ def compared(ours: Compiled) -> tuple[str, ...] | None:
     """The values that the last call compared."""
     laid_out = ours.plans[-1]._laid_out
     return None if laid_out is None else laid_out.compared
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.no_grad():
-        yield
 
 
 @each_packed_dtype

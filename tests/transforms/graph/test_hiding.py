@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.transforms.graph.helpers import LAST, Compiled, assert_as_eager
-from tests.transforms.helpers import needs_bfloat16_products
+from tests.transforms.graph.helpers import (
+    LAST,
+    Compiled,
+    assert_as_eager,
+    each_packed_dtype,
+    images,
+)
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -62,18 +67,11 @@ FIRST: dict[str, Callable[[Layers, Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_products)]
-)
+@pytest.mark.usefixtures("gradients_off")
+@each_packed_dtype
 @pytest.mark.parametrize("first", FIRST)
 def test_nan_and_infinity(first: str, dtype: torch.dtype) -> None:
-    x = torch.randn(2, 16, 5, 6).to(dtype, memory_format=LAST)
+    x = images(2, 16, 5, 6).to(dtype)
     specials = [x.clone() for _ in range(3)]
     for special, number in zip(specials, (float("nan"), float("inf"), -float("inf"))):
         special[1, 3, 2, 4] = number

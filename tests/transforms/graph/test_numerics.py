@@ -19,6 +19,7 @@ from tests.transforms.graph.helpers import (
     Residual,
     Squeezed,
     assert_as_eager,
+    images,
 )
 from tests.transforms.helpers import assert_right, exactly, randomise
 from tests.transforms.models import FOLDED
@@ -102,11 +103,6 @@ def test_batch_norm_called_with_keywords() -> None:
     for _ in range(2):
         assert_right(ours, model, torch.randn(2, 3, 9, 9))
     assert ours.counts.folded == 1
-
-
-def images(*shape: int) -> Tensor:
-    layout = LAST if len(shape) == 4 else torch.channels_last_3d
-    return torch.randn(*shape).to(memory_format=layout)
 
 
 PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

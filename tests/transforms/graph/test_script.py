@@ -16,19 +16,31 @@ from torch.nn import functional as F
 
 from fusedoptim import _torch_private as private
 from tests.running import check_script, in_fork
-from tests.transforms.graph.helpers import LAST, Compiled, Residual, Squeezed, assert_as_eager
+from tests.transforms.graph.helpers import (
+    LAST,
+    Compiled,
+    Residual,
+    Squeezed,
+    assert_as_eager,
+    images,
+)
 from tests.transforms.helpers import assert_right, needs_bfloat16_products, randomise
 from transforms.graph import script
 
 
-def images(*shape: int) -> Tensor:
-    return torch.randn(shape).to(memory_format=LAST)
+class Arithmetic(NamedTuple):
+    """The dtype of models and images, and that of products, if it is another one."""
 
+    dtype: torch.dtype
+    products: torch.dtype | None
 
-@pytest.fixture
-def gradients_off() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+    def model(self, module: nn.Module) -> nn.Module:
+        """A module for it, in eval mode and channels last."""
+        return module.eval().to(memory_format=LAST, dtype=self.dtype)
+
+    def images(self, *shape: int) -> Tensor:
+        """Random images."""
+        return images(*shape).to(self.dtype)
 
 
 @pytest.fixture(
@@ -45,21 +57,6 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
         yield Arithmetic(
             low if name == "bfloat16" else torch.float32, low if name != "float32" else None
         )
-
-
-class Arithmetic(NamedTuple):
-    """The dtype of models and images, and that of products, if it is another one."""
-
-    dtype: torch.dtype
-    products: torch.dtype | None
-
-    def model(self, module: nn.Module) -> nn.Module:
-        """A module for it, in eval mode and channels last."""
-        return module.eval().to(memory_format=LAST, dtype=self.dtype)
-
-    def images(self, *shape: int) -> Tensor:
-        """Random images."""
-        return images(*shape).to(self.dtype)
 
 
 @pytest.mark.parametrize("make", [Residual, Squeezed])
