@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import inspect
 import textwrap
 import types
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableSet, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ _FILLING |= {"remove", "discard", "pop", "popleft", "popitem", "clear", "sort", 
 """Methods that change what their object contains. So do those of a tensor that end in _."""
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _LITERALS = (ast.List, ast.Tuple, ast.Dict)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+_TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is new in Python 3.11
 _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.Subscript
 _COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
@@ -163,6 +167,8 @@ class Conditions:
         for node in self._source.nodes:  # lines do not tell what ran within a statement
             if isinstance(node, ast.stmt | ast.expr) and _ran(self._source.statement(node), ran):
                 yield from self._arms(node)
+                if isinstance(node, ast.Name) and self._may_hold_another(node):
+                    yield node
 
     def _not_run(self, block: list[ast.stmt], ran: set[int]) -> Iterator[ast.AST]:
         last: ast.stmt | None = None
@@ -181,6 +187,13 @@ class Conditions:
                 yield statement
             else:
                 return
+
+    def _may_hold_another(self, name: ast.Name) -> bool:
+        """Whether a variable, where it is read, may hold another of the values it is assigned."""
+        if not isinstance(name.ctx, ast.Load) or name.id in self._fixed:
+            return False
+        values = len(self._bindings(name)) + (name.id in self._source.all_parameters)
+        return values > 1
 
     def _blocks(self, statement: ast.stmt) -> list[list[ast.stmt]]:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -215,6 +228,8 @@ class Conditions:
                 tests = [node.slice]
             case ast.Call(func=ast.Attribute(attr=name, value=table)) if name in _LOOKUPS:
                 tests = node.args if self._is_table(table) else []
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, name, *_]):
+                tests = [name]
             case ast.If() | ast.While() | ast.For():
                 parts = [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
                 tests = [_decider(node)]
@@ -223,7 +238,23 @@ class Conditions:
         return [] if all(map(self._is_fixed, tests)) else parts
 
     def _is_table(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Name) and any(map(self._is_bound_to_table, self._bindings(node))):
+            return True
         return isinstance(node, _LITERALS) or self._is_same(node) or self._is_container(node)
+
+    def _bindings(self, name: ast.Name) -> Sequence[ast.Name]:
+        return self._source.bindings.get(name.id, ())
+
+    def _is_bound_to_table(self, name: ast.Name) -> bool:
+        """Whether a variable is assigned a list, dict or the like that the code makes."""
+        parent = self._source.parents[name]
+        if not isinstance(parent, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            return False
+        match parent.value:
+            case ast.Call(func=ast.Name(id=function)):
+                return function in _PURE
+            case value:
+                return isinstance(value, (*_LITERALS, *_COMPREHENSIONS))
 
     def _is_open(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.If):
@@ -231,9 +262,19 @@ class Conditions:
             return not (raises or self._is_fixed(node.test))
         if isinstance(node, ast.While | ast.For):  # its body may not have run in the trace
             return not self._is_fixed(_decider(node))
-        if isinstance(node, ast.Try):
-            return not all(_only_raises(handler.body) for handler in node.handlers)
+        if isinstance(node, _TRY):
+            passes_on = all(_only_raises(handler.body) for handler in node.handlers)
+            return not passes_on or any(map(_may_swallow, node.finalbody))
+        if isinstance(node, ast.With | ast.AsyncWith):
+            return not all(self._is_passed_on(item.context_expr) for item in node.items)
         return isinstance(node, ast.Match) and not self._is_fixed(node.subject)
+
+    def _is_passed_on(self, context: ast.expr) -> bool:
+        """Whether a context manager passes on all exceptions, as torch's do."""
+        value = self._global_value(context.func if isinstance(context, ast.Call) else context)
+        if value is contextlib.nullcontext or value is warnings.catch_warnings:
+            return True
+        return str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
 
     def _open_lines(self) -> Iterator[int]:
         for node in self._source.nodes:
@@ -241,7 +282,7 @@ class Conditions:
                 yield node.lineno
                 if isinstance(node, ast.If | ast.While | ast.For):
                     yield from _span(_decider(node))
-                elif isinstance(node, ast.Try):
+                elif isinstance(node, (*_TRY, ast.With, ast.AsyncWith)):
                     for statement in node.body:
                         yield from _span(statement)
             elif isinstance(node, ast.comprehension) and not self._is_fixed(node.iter):
@@ -382,3 +423,9 @@ def _is_text(statement: ast.stmt) -> bool:
 
 def _only_raises(block: list[ast.stmt]) -> bool:
     return bool(block) and isinstance(block[-1], ast.Raise)
+
+
+def _may_swallow(statement: ast.stmt) -> bool:
+    """Whether a statement of a ``finally`` may end it without the exception."""
+    ends = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(node, ends) for node in ast.walk(statement))

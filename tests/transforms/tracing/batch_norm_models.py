@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.transforms.models import Block
+from tests.transforms.tracing.batch_norm_choices import Chooses
 from tests.transforms.tracing.batch_norm_forwards import LEFT_BY_FORWARD, Left, Outer, add_models
 from tests.transforms.tracing.batch_norm_variables import Attributes, Behind, Collects, Variables
 
@@ -78,7 +79,7 @@ def _tied() -> nn.Module:
     return model
 
 
-for namespace in (Collects, Variables, Attributes, Behind):
+for namespace in (Chooses, Collects, Variables, Attributes, Behind):
     add_models(namespace)
 _CONV, _NORM = nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)
 LEFT = LEFT_BY_FORWARD | {

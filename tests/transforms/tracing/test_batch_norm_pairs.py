@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import re
 import sys
@@ -10,6 +11,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +46,32 @@ def test_left_alone_and_why(name: str, inplace: bool) -> None:
         expected = outputs(plain, x)
         assert expected
         assert_same(outputs(optimized, x), expected)
+
+
+_BY_GROUP = """
+from tests.transforms.models import Block
+
+class ByGroup(Block):
+    def forward(self, x):
+        try:
+            x.tensors
+        except* AttributeError:
+            y = self.conv(x)
+        else:
+            y = self.norm(self.conv(x))
+        return y
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="except* is new in Python 3.11")
+def test_except_star(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "by_group.py").write_text(_BY_GROUP)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = randomise(importlib.import_module("by_group").ByGroup())
+    optimized, report = fold(model)
+    assert report.done(CONV) == []
+    x = images()
+    assert_same(outputs(optimized, x), outputs(model, x))
 
 
 def outputs(model: nn.Module, x: Tensor) -> list[Any]:
