@@ -38,6 +38,8 @@ def cast_explicitly(graph: Graph, constants: set[Node]) -> bool:
             continue
         called = operators.name(node)
         if called is not None and called.removesuffix("_") not in _changed():
+            if _calls_changed(node, called):
+                return False
             continue
         if called not in _CONVERTED or not is_tensor(node):
             return False
@@ -65,6 +67,19 @@ def _cast(tensor: Node, user: Node, is_kept: bool) -> Node:
     result.meta["example_value"] = value(tensor).to(dtype)
     user.replace_input_with(tensor, result)
     return result
+
+
+def _calls_changed(node: Node, called: str) -> bool:
+    """Whether a function consists of others for which autocast has rules."""
+    given = operators.arguments(node)
+    match called:
+        case "einsum":  # of products of matrices
+            return True
+        case "pad":  # of reflection_pad1d and others like it
+            return given.get("mode", "constant") not in ("constant", "circular")
+        case "interpolate":  # of adaptive_avg_pool3d
+            return given.get("mode") == "area"
+    return False
 
 
 @functools.cache

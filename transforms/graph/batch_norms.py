@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -82,11 +81,7 @@ def _fold(graph: Graph, norm: Node, constants: set[Node]) -> bool:
         bias = graph.call_function(folded_bias, tuple(pair))
     weight.meta["example_value"], bias.meta["example_value"] = value(pair[0]), value(pair[2])
     constants |= {weight, bias}
-    given = {**of_product, "weight": weight, "bias": bias}
-    order = operators.PARAMETERS[str(operators.name(product))]
-    leading = itertools.takewhile(given.__contains__, order)
-    product.args = tuple(given.pop(key) for key in list(leading))
-    product.kwargs = given
+    operators.set_arguments(product, {**of_product, "weight": weight, "bias": bias})
     norm.replace_all_uses_with(product)
     graph.erase_node(norm)
     return True

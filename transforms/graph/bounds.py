@@ -190,6 +190,8 @@ class _Rules:
             return max(limits, default=1.0)
         if called == "cat":
             return max(map(self._of, node.all_input_nodes), default=math.inf)
+        if called == "pad" and given.get("mode", "constant") == "constant":
+            return max(self._of(first), self._of(given.get("value") or 0))
         if called == "leaky_relu":
             return self._of(first) * max(1.0, self._of(given.get("negative_slope")))
         if called in ("add", "sub", "mul") and len(node.args) == 2 and not node.kwargs:

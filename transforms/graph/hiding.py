@@ -74,6 +74,11 @@ def _sigmoid(input: Tensor) -> Tensor:  # noqa: A002
     return torch.positive(torch.sigmoid(input))  # a group ends before what it does not know
 
 
+def _quotient(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
+    # The quotient is added to -0, which changes no bit.
+    return torch.addcdiv(torch.full((), -0.0, dtype=input.dtype), input, other)
+
+
 _HIDDEN: dict[str, Callable[..., Tensor]] = {
     "relu": _relu,
     "relu_": _relu_,
@@ -103,6 +108,8 @@ def hide(graph: Graph, is_finite: bool) -> None:
         hidden = _HIDDEN.get(called)
         if called in _SUMS:
             hidden = _SUMS[called] if _is_unsafe(node, uses) else None
+        elif called == "div":
+            hidden = _quotient if _is_quotient_of_tensors(node) else None
         elif called == "sigmoid" and _is_of_product(node, uses):
             hidden = None
         if hidden is not None:
@@ -121,6 +128,8 @@ def can_be_hidden(graph: Graph) -> bool:
                     return False
             case "leaky_relu" if given.get("negative_slope", 0.01) == 0:  # of NaN it makes numbers
                 return False
+            case "div" if not (_is_quotient_of_tensors(node) or _is_quotient_by_number(node)):
+                return False  # it may convert or round, which oneDNN Graph does not
     return True
 
 
@@ -136,6 +145,27 @@ def _is_of_product(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
         user is node or (operators.name(user) == "mul" and {*user.args} == {x, node})
         for user in uses[x]
     )
+
+
+def _is_quotient_of_tensors(node: Node) -> bool:
+    terms = node.args
+    return len(terms) == 2 and not node.kwargs and all(_is_alike(each, node) for each in terms)
+
+
+def _is_quotient_by_number(node: Node) -> bool:
+    """Whether torch or oneDNN Graph divides by a number, or torch a number by a tensor."""
+    if len(node.args) != 2 or node.kwargs:
+        return False
+    first, second = node.args
+    return any(
+        isinstance(number, int | float) and _is_alike(other, node)
+        for number, other in ((first, second), (second, first))
+    )
+
+
+def _is_alike(given: Any, node: Node) -> bool:
+    """Whether an argument is a tensor of floating-point numbers in the dtype of the result."""
+    return is_real(given) and bool(operators.value(given).dtype == operators.value(node).dtype)
 
 
 def _sum(input: Tensor, other: Tensor, alpha: float = 1) -> Tensor:  # noqa: A002

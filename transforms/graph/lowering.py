@@ -15,6 +15,7 @@ from transforms.graph.constants import constant_nodes, with_placeholders, worth_
 from transforms.graph.in_place import overwrite
 from transforms.graph.lookups import simplify_lookups
 from transforms.graph.operators import is_tensor, is_writing, value
+from transforms.graph.padding import fold_paddings, number_paddings
 from transforms.graph.products import (
     Product,
     activation,
@@ -34,6 +35,8 @@ class Counts(NamedTuple):
 
     folded: int = 0
     """BatchNorms that went into a product."""
+    paddings: int = 0
+    """Paddings that convolutions add themselves."""
     packed: int = 0
     """Products with a packed weight."""
     activations: int = 0
@@ -76,6 +79,7 @@ class Simplified(NamedTuple):
     graph: Graph
     constants: set[Node]
     folded: int
+    paddings: int
     fuses: bool
 
     @property
@@ -85,12 +89,12 @@ class Simplified(NamedTuple):
 
 
 def simplified(graph: Graph, sources: Sequence[int], folds: bool, parts: Parts) -> Simplified:
-    """Copy a captured graph without Dropouts, with BatchNorms folded, and with few writes.
+    """Copy a captured graph without Dropouts, with what can be folded, and with few writes.
 
     Args:
         graph: the graph that dynamo captured.
         sources: which arguments are parameters and buffers.
-        folds: whether BatchNorms are folded.
+        folds: whether BatchNorms and paddings are folded.
         parts: what else is done.
     """
     copy = Graph()
@@ -98,10 +102,12 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool, parts: Parts) 
     drop_dropouts(copy)
     drop_casts(copy)
     purify(copy)
+    number_paddings(copy)
     placeholders = [node for node in copy.nodes if node.op == "placeholder"]
     constants = constant_nodes(copy, [placeholders[i] for i in sources], parts.folds_constants)
     folded = fold_batch_norms(copy, constants) if folds else 0
-    return Simplified(copy, constants, folded, parts.fuses)
+    paddings = fold_paddings(copy, constants) if folds else 0
+    return Simplified(copy, constants, folded, paddings, parts.fuses)
 
 
 def lowered(
@@ -145,7 +151,8 @@ def lowered(
     kept = worth_keeping(graph, constants)
     result = with_placeholders(graph, kept)
     shorten(result)
-    counts = Counts(given.folded, *packing.counts, in_place, len(kept), attentions, lookups)
+    folded = given.folded, given.paddings
+    counts = Counts(*folded, *packing.counts, in_place, len(kept), attentions, lookups)
     return Lowered(result, kept, graph, counts)
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,11 @@ _OPERATORS: dict[Any, str] = {
     operator.truediv: "div",
     operator.pow: "pow",
     operator.neg: "neg",
+    operator.abs: "abs",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.xor: "bitwise_xor",
+    operator.invert: "bitwise_not",
     operator.matmul: "matmul",
     operator.getitem: "getitem",
     operator.eq: "eq",
@@ -41,7 +47,9 @@ _OPERATORS: dict[Any, str] = {
     operator.imul: "mul_",
     operator.itruediv: "div_",
     operator.setitem: "setitem_",
+    torch.linalg.vector_norm: "linalg_vector_norm",
 }
+"""The names of functions outside the namespaces below."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -50,23 +58,25 @@ def _words(text: str) -> frozenset[str]:
 
 _FRESH = _words(
     """
-    abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d add addmm
-    amax amin arange argmax argmin avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm bmm cat celu
-    clamp clone conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cos cumsum
-    div elu embedding eq erf exp eye full gather ge gelu group_norm gt hardsigmoid hardswish
-    hardtanh index_select layer_norm le leaky_relu linear linspace log log_softmax logical_and
-    logical_not logical_or logsigmoid lt masked_fill matmul max_pool2d maximum mean minimum mish mm
-    mul ne neg new_ones new_zeros norm ones pow prelu reciprocal relu relu6 rms_norm rsqrt
-    scaled_dot_product_attention selu sigmoid silu sin softmax softplus sqrt square stack std sub
-    sum tanh tril triu var where zeros
+    abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d add
+    addmm amax amin arange argmax argmin avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm
+    bitwise_and bitwise_not bitwise_or bitwise_xor bmm cat celu clamp clone conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d cos cumsum diff div elu embedding eq erf
+    exp eye fold full full_like gather ge gelu group_norm gt hardsigmoid hardswish hardtanh
+    index_select interpolate layer_norm le leaky_relu linalg_vector_norm linear linspace log
+    log_softmax logical_and logical_not logical_or logsigmoid lt masked_fill matmul max
+    max_pool2d maximum mean min minimum mish mm mul ne neg new_ones new_zeros norm normalize
+    ones ones_like pad pow prelu reciprocal relu relu6 rms_norm rsqrt
+    scaled_dot_product_attention selu sigmoid silu sin softmax softplus sqrt square stack std
+    sub sum tanh tril triu var where zeros zeros_like
     """
 )
 """Functions whose result shares no memory with their inputs, and depends on nothing else."""
 _VIEWS = _words(
     """
-    bfloat16 chunk contiguous detach expand expand_as flatten flip float getitem half narrow permute
-    repeat reshape roll select split squeeze swapaxes t to transpose type_as unflatten unsqueeze
-    view view_as
+    bfloat16 bool chunk contiguous detach double einsum expand expand_as flatten flip float
+    getitem half int long narrow permute repeat reshape reshape_as roll select split squeeze
+    swapaxes t to transpose type_as unbind unflatten unfold unsqueeze view view_as
     """
 )
 """Functions that depend on their inputs only, and may return a part of them."""
@@ -111,6 +121,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "add": ("input", "other", "alpha"),
     "mul": ("input", "other"),
     "addmm": ("input", "mat1", "mat2"),
+    "pad": ("input", "pad", "mode", "value"),
     **dict.fromkeys(("relu", "sigmoid", "tanh"), ("input",)),
 }
 """The arguments of functions without a signature that Python can read."""
@@ -176,6 +187,14 @@ def arguments(node: Node) -> dict[str, Any]:
     if known is None or len(node.args) > len(known):
         return dict(node.kwargs)
     return {**dict(zip(known, node.args)), **node.kwargs}
+
+
+def set_arguments(node: Node, given: Mapping[str, Any]) -> None:
+    """Give a node other arguments, by the names in :data:`PARAMETERS`."""
+    rest = dict(given)
+    leading = itertools.takewhile(rest.__contains__, PARAMETERS[str(name(node))])
+    node.args = tuple(rest.pop(key) for key in list(leading))
+    node.kwargs = rest
 
 
 @functools.cache
@@ -316,10 +335,17 @@ def _writes_more(node: Node, called: str) -> bool:
     """Whether a function of torch may write into arguments other than the first."""
     given = arguments(node)
     return (
-        node.kwargs.get("out") is not None
-        or (called.endswith("batch_norm") and given.get("training") is not False)
-        or (called == "instance_norm" and given.get("use_input_stats") is not False)
+        given.get("out") is not None
+        or (called.endswith("batch_norm") and _may_update_statistics(given, "training"))
+        or (called == "instance_norm" and _may_update_statistics(given, "use_input_stats"))
         or (called in ("embedding", "embedding_bag") and given.get("max_norm") is not None)
         or called in _WRITE_STATISTICS
         or called.startswith("_")
     )
+
+
+def _may_update_statistics(given: dict[str, Any], training: str) -> bool:
+    """Whether a normalization with these arguments may write running statistics."""
+    if given.get(training) is False:
+        return False
+    return not all(key in given and given[key] is None for key in ("running_mean", "running_var"))

@@ -76,7 +76,7 @@ class Plan:
         self._plain: Callable[..., Any] = captured.forward
         self._sources = list(sources)
         self._folds = True
-        """Whether BatchNorms are folded, as they are until a folded value is infinite."""
+        """Whether BatchNorms and paddings are folded, as they are until a weight is infinite."""
         self._examines = parts.fuses
         """Whether values are shown to be finite, as they are until one exceeds its bound."""
         self._numbering = Numbering()

@@ -31,7 +31,7 @@ _RIGHT = frozenset(
     f"aten::{name}"
     for name in (
         *("_convolution", "conv2d", "conv3d", "linear", "addmm", "matmul", "mm"),
-        *("add", "mul", "sigmoid", "tanh", "hardswish", "leaky_relu", "cat", "avg_pool2d"),
+        *("add", "mul", "div", "sigmoid", "tanh", "hardswish", "leaky_relu", "cat", "avg_pool2d"),
     )
 )
 """Functions that oneDNN Graph computes as torch does, including NaN and infinity."""

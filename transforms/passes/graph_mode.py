@@ -136,7 +136,8 @@ def _summary(plans: Sequence[Plan]) -> str:
     """What was rewritten in all graphs."""
     totals = [sum(column) for column in zip(*(each.counts for each in plans))]
     names = (
-        *("BatchNorms folded", "products packed", "activations fused", "additions fused"),
+        *("BatchNorms folded", "paddings folded"),
+        *("products packed", "activations fused", "additions fused"),
         *("results in place", "constants kept", "attentions as products", "lookups simplified"),
     )
     parts = [f"{name}: {total}" for total, name in zip(totals, names) if total]

@@ -64,6 +64,8 @@ CONVERTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "stack": lambda x, y: torch.stack([y, x], 1).sum(1),
     "sum": lambda x, y: x + y,
     "norm": lambda x, y: F.layer_norm(y.float(), (8,)) + F.layer_norm(x, (8,)),
+    "padded": lambda x, y: F.pad(x, (1, 0, 0, 0)) + F.pad(y, (1, 0, 0, 0), mode="circular"),
+    "resized": lambda x, y: F.interpolate(x, (4, 4), mode="bilinear") * F.normalize(y)[..., :4, :4],
     "half of it by hand": lambda x, y: (x.bfloat16() + y).float() * x,
 }
 
@@ -83,6 +85,9 @@ LEFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "loss": lambda x, y: y * F.mse_loss(y, y + 1),
     "float64": lambda x, y: torch.matmul(x.double(), x.double()).float(),
     "product of elements": lambda x, y: y * y.prod(),
+    "einsum": lambda x, y: torch.einsum("nchw,nciw->nchi", x, x),
+    "reflected": lambda x, y: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "area": lambda x, y: F.interpolate(x, (4, 4), mode="area"),
     "a context within the model": _without,
 }
 

@@ -26,6 +26,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "leaky_relu": lambda y: F.leaky_relu(y, -0.5),
     "a slope of 0": lambda y: F.leaky_relu(y, 0),
+    "quotient": lambda y: y / (y * y + 1),
+    "divided by a number": lambda y: y / 3,
+    "number divided": lambda y: 2 / y,
     "gelu": F.gelu,
     "gelu by tanh": lambda y: F.gelu(y, approximate="tanh"),
 }
@@ -88,5 +91,25 @@ def test_nan_and_infinity(first: str, dtype: torch.dtype) -> None:
         if ours.is_scripted():
             scripted.add(name)
     assert scripted >= {"sigmoid", "sigmoid of tanh", "tanh", "silu", "hardswish", "leaky_relu"}
+    assert scripted >= {"quotient", "divided by a number", "number divided"}
     assert ("gelu" in scripted) == (first == "linear")
     assert not scripted & {"a slope of 0", "gelu by tanh"}
+
+
+ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": lambda y: torch.div(y, y + 8, rounding_mode="floor"),
+    "trunc, by a number": lambda y: torch.div(y, 0.25, rounding_mode="trunc"),
+    "mixed dtypes": lambda y: y / y.double(),
+    "integers": lambda y: y * (y.int() / 3),
+}
+
+
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize("name", ROUNDED)
+def test_quotients_that_round_or_convert(name: str) -> None:
+    """oneDNN Graph divides only."""
+    model = Layers(FIRST["convolution"], ROUNDED[name], AFTER["halved"]).to(memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(3):
+        assert_as_eager(ours, model, images(2, 16, 5, 6))
+    assert not ours.is_scripted()

@@ -1,0 +1,140 @@
+"""Functions that graph mode knows: what they return, and that graphs with them run in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.transforms.graph.helpers import LAST, Compiled, assert_as_eager, images
+from transforms.graph import operators
+
+pytestmark = pytest.mark.usefixtures("gradients_off")
+
+
+class Between(nn.Module):
+    """A function of a convolution's result, before another convolution of 16 channels."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 24, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.function(self.first(x)))
+        return y
+
+
+def _masked(y: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, y, -y)
+
+
+FRESH: dict[str, Callable[[Tensor], Tensor]] = {
+    "bitwise_and": lambda y: _masked(y, (y > 0) & (y < 1)),
+    "bitwise_or": lambda y: _masked(y, (y > 1) | (y < 0)),
+    "bitwise_xor": lambda y: _masked(y, (y > 1) ^ (y < 2)),
+    "bitwise_not": lambda y: _masked(y, ~(y > 1)),
+    "diff": lambda y: torch.diff(y, dim=3),
+    "full_like": lambda y: y + torch.full_like(y, 2),
+    "fold": lambda y: F.fold(F.unfold(y, 2), y.shape[2:], 2),
+    "interpolate": lambda y: F.interpolate(y, scale_factor=2.0),
+    "interpolate, bilinear": lambda y: F.interpolate(y, (9, 11), mode="bilinear"),
+    "interpolate, same size": lambda y: F.interpolate(y, tuple(y.shape[2:]), mode="bicubic"),
+    "linalg_vector_norm": lambda y: y * torch.linalg.vector_norm(y, dim=1, keepdim=True),
+    "max": lambda y: y - y.max(),
+    "max along an axis": lambda y: y - y.max(1, keepdim=True)[0],
+    "max of two": lambda y: torch.max(y, -y),
+    "min": lambda y: y - torch.min(y),
+    "normalize": F.normalize,
+    "ones_like": lambda y: y + torch.ones_like(y),
+    "pad": lambda y: F.pad(y, (1, 2, 0, 1)),
+    "pad by nothing": lambda y: F.pad(y, (0, 0)) * 2,
+    "pad, reflected": lambda y: F.pad(y, (1, 2, 0, 1), mode="reflect"),
+    "pad, circular": lambda y: F.pad(y, (1, 2, 0, 1), "circular"),
+    "zeros_like": lambda y: torch.max(y, torch.zeros_like(y)),
+}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bool": lambda y: y * y.bool(),
+    "double": lambda y: (y.double() * 2).float(),
+    "einsum": lambda y: torch.einsum("nchw->ncwh", y),
+    "einsum, a product": lambda y: (
+        torch.einsum("nchw,ndhw->ncdh", y, y)[:, :, :5]
+        .transpose(1, 2)
+        .reshape(2, 5, 16, -1)
+        .transpose(1, 2)
+    ),
+    "int": lambda y: y + y.int().int(),
+    "long": lambda y: y + y.long().long(),
+    "reshape_as": lambda y: (y.flatten(2) * 2).reshape_as(y),
+    "unbind": lambda y: torch.stack(y.unbind(2)[::-1], 2),
+    "unfold": lambda y: y.unfold(3, 2, 2).flatten(3),
+}
+
+
+@pytest.mark.parametrize("name", {**FRESH, **VIEWS})
+def test_function(name: str) -> None:
+    """It computes the same, and runs in C++: it is known, and neither writes nor draws numbers."""
+    model = Between({**FRESH, **VIEWS}[name]).to(memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(4):
+        assert_as_eager(ours, model, images(2, 16, 7, 8))
+    assert ours.is_scripted()
+
+
+def _same(x: Tensor) -> list[Tensor]:
+    """Results of functions that might return their input, given arguments that change nothing."""
+    modes = ("constant", "reflect", "replicate", "circular")
+    size = tuple(x.shape[2:])
+    return [
+        *(F.pad(x, (0, 0, 0, 0), mode=mode) for mode in modes),
+        *(F.interpolate(x, size, mode=mode) for mode in ("nearest", "bilinear", "bicubic", "area")),
+        F.normalize(x),
+        torch.diff(x, n=0),
+        torch.abs(x),
+        *torch.max(x[:, :1], 1),
+        torch.max(x[:1, :1, :1, :1]),
+        torch.max(x, x),
+        torch.linalg.vector_norm(x[:1, :1], dim=1),
+        F.fold(F.unfold(x, 1), size, 1),
+    ]
+
+
+def test_fresh_results_share_no_memory() -> None:
+    x = torch.rand(2, 3, 4, 5)
+    of_input = x.untyped_storage().data_ptr()
+    assert all(each.untyped_storage().data_ptr() != of_input for each in _same(x))
+
+
+def test_weights_that_forward_standardizes_are_constants() -> None:
+    """As in BiT, whose convolutions normalize their weights by a BatchNorm without statistics."""
+
+    class Standardized(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            flat = self.weight.reshape(1, self.out_channels, -1)
+            weight = F.batch_norm(flat, None, None, training=True, momentum=0.0)
+            return F.conv2d(x, weight.reshape_as(self.weight), self.bias, self.stride, self.padding)
+
+    model = nn.Sequential(Standardized(16, 16, 3, padding=1), nn.ReLU(), Standardized(16, 24, 1))
+    model = model.to(memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(4):
+        assert_as_eager(ours, model, images(2, 16, 7, 8))
+    assert ours.counts.packed == 2
+    assert ours.is_scripted()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.rand(16, 16, 3, 3))
+    assert_as_eager(ours, model, images(2, 16, 7, 8))
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_batch_norm_in_training_writes_its_statistics(statistics: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16, track_running_stats=statistics))
+    ours = Compiled(model.train())
+    with torch.no_grad():
+        ours(images(2, 16, 7, 8))
+    (graph,) = (made._captured.graph for made in ours.plans)
+    (norm,) = (node for node in graph.nodes if operators.name(node) == "batch_norm")
+    assert operators.is_writing(norm) == statistics

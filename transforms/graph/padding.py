@@ -1,0 +1,105 @@
+"""Gives convolutions all of their padding as numbers, also what a function adds before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from transforms.graph import operators
+from transforms.graph.batch_norms import NotFinite, folded_weight
+from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, value
+from transforms.rewrites.finite import is_finite
+from transforms.rewrites.geometry import expanded, may_see_only_padding
+from transforms.rewrites.watched_parameter import detached
+
+
+@operators.own
+def finite(weight: Tensor) -> Tensor:
+    """A copy of a weight without infinities, whose product with a zero of the padding is NaN."""
+    copy = detached(weight).clone()
+    if not is_finite(copy):
+        raise NotFinite
+    return copy
+
+
+def number_paddings(graph: Graph) -> None:
+    """Give convolutions the numbers for which ``"same"`` and ``"valid"`` stand."""
+    for node in graph.nodes:
+        given = arguments(node) if operators.name(node) in CONVOLUTIONS else {}
+        named, weight = given.get("padding"), given.get("weight")
+        if not isinstance(named, str) or not is_tensor(weight):
+            continue
+        taps = value(weight).shape[2:]
+        dilation = expanded(given.get("dilation", 1), len(taps))
+        if dilation is None:
+            continue
+        both = [d * (n - 1) if named == "same" else 0 for d, n in zip(dilation, taps)]
+        if all(isinstance(each, int) and each % 2 == 0 for each in both):
+            padding = tuple(each // 2 for each in both)
+            operators.set_arguments(node, {**given, "padding": padding})
+
+
+def fold_paddings(graph: Graph, constants: set[Node]) -> int:
+    """Let convolutions pad their input themselves; return for how many functions they do.
+
+    Args:
+        graph: the graph, rewritten in place.
+        constants: the nodes that depend on parameters, buffers and literals only.
+    """
+    count = 0
+    for node in reversed(graph.nodes):
+        ends = _ends(node) if operators.name(node) == "pad" else None
+        if ends is None or not all(_fold(each, node, ends, constants) for each in [*node.users]):
+            continue
+        graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _ends(node: Node) -> list[int] | None:
+    """How many zeros are added at both ends, from the last dimension on; None if others are."""
+    given = arguments(node)
+    ends = given.get("pad")
+    if given.get("mode", "constant") != "constant" or given.get("value") not in (None, 0):
+        return None
+    if not isinstance(ends, tuple | list) or not all(isinstance(n, int) and n >= 0 for n in ends):
+        return None
+    return list(ends[::2]) if ends[::2] == ends[1::2] else None
+
+
+def _fold(node: Node, padded: Node, ends: list[int], constants: set[Node]) -> bool:
+    """Let a convolution read the input of the function that pads, if it can."""
+    given = arguments(node)
+    x, weight = arguments(padded)["input"], given.get("weight")
+    if operators.name(node) not in CONVOLUTIONS or given.get("input") is not padded:
+        return False
+    if weight not in constants or not (is_tensor(x) and is_tensor(weight)):
+        return False
+    padding = _padding(given, ends, value(weight))
+    if padding is None or value(x).dim() != value(weight).dim():
+        return False
+    if weight.target not in (folded_weight, finite):
+        with node.graph.inserting_before(node):
+            plain, weight = weight, node.graph.call_function(finite, (weight,))
+        weight.meta["example_value"] = value(plain)
+        constants.add(weight)
+    operators.set_arguments(node, {**given, "input": x, "weight": weight, "padding": padding})
+    return True
+
+
+def _padding(given: Mapping[str, Any], ends: list[int], weight: Tensor) -> tuple[int, ...] | None:
+    """The padding of a convolution that adds zeros itself; None if it cannot."""
+    count = weight.dim() - 2
+    own, stride, dilation = (
+        expanded(given.get(key, default), count)
+        for key, default in (("padding", 0), ("stride", 1), ("dilation", 1))
+    )
+    if own is None or stride is None or dilation is None or any(ends[count:]):
+        return None
+    ends = [*ends, *[0] * count][:count]
+    padding = tuple(a + b for a, b in zip(own, reversed(ends)))
+    may_crash = may_see_only_padding(weight.shape[-1], stride[-1], padding[-1], dilation[-1])
+    return None if may_crash else padding
