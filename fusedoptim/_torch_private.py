@@ -64,6 +64,7 @@ __all__ = [
     "set_grad_enabled",
     "shard_spec",
     "softmax_backward",
+    "sparse_keys",
     "storage_use_count",
     "traced_graph",
     "tracing_state",
@@ -266,6 +267,24 @@ def is_forward_mode() -> bool:
 def proxy_mode() -> Any:
     """What make_fx records operators with, as torch.compile and torch.export do; or None."""
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY)
+
+
+def sparse_keys(device_type: str) -> list[str]:
+    """The dispatch keys of sparse tensors on a type of device: those that torch.library accepts.
+
+    For other types it has such keys, but refuses their names. No operator can have a kernel there.
+    """
+    dense = torch._C._dispatch_key_for_device(device_type)  # "PrivateUse1" for a renamed type
+    names = [f"{layout}{dense}" for layout in ("Sparse", "SparseCsr")]
+    return [name for name in names if _is_accepted(name)]
+
+
+def _is_accepted(dispatch_key: str) -> bool:
+    try:
+        torch._C._dispatch_key_parse(dispatch_key)
+    except RuntimeError:
+        return False
+    return True
 
 
 def remove_hooks(model: torch.nn.Module, first: int) -> None:

@@ -22,6 +22,7 @@ from fusedoptim._torch_private import (
     is_zero_tensor,
     keys_after_autograd,
     profiler_enabled,
+    sparse_keys,
 )
 from fusedoptim.ops._arguments import check_tensors
 from fusedoptim.ops._launching import DEVICES
@@ -30,10 +31,7 @@ from fusedoptim.step.unchanged import may_be_compared
 
 _NAMESPACE = "fusedoptim"
 _NO_LIST = -1
-_NOT_DENSE = (
-    "MkldnnCPU",
-    *(f"{layout}{kind.upper()}" for kind in DEVICES for layout in ("Sparse", "SparseCsr")),
-)
+_NOT_DENSE = ("MkldnnCPU", *(key for kind in DEVICES for key in sparse_keys(kind)))
 """The dispatch keys of tensors without addresses that kernels could read."""
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _OTHERS = frozenset((list, tuple, bool, int, float, type(None)))

@@ -438,6 +438,12 @@ def test_autocast_operators() -> None:
     assert not {"aten::relu", "aten::add.Tensor"} & {*found}
 
 
+def test_sparse_keys() -> None:
+    assert _torch_private.sparse_keys("xpu") == ["SparseXPU", "SparseCsrXPU"]
+    assert "SparsePrivateUse1" in _torch_private.sparse_keys("privateuseone")
+    assert _torch_private.sparse_keys("mtia") == []
+
+
 def test_count_function_modes() -> None:
     assert _torch_private.count_function_modes() == 0
     with torch.device("cpu"):

@@ -15,6 +15,7 @@ from fusedoptim.launch.backend import Backend, Compiler, LaunchShape
 from fusedoptim.launch.sycl import SyclCompiler, SyclKernel
 from tests.fusedoptim.helpers import SideBySide, assert_within, each_case, make_params
 from tests.optimizer_cases import OptimizerCase
+from tests.running import check_script
 from tests.tolerances import cross_entropy_errors
 
 
@@ -66,6 +67,33 @@ def test_operators_follow_torch(launched: list[SyclKernel]) -> None:
     allowed, _ = cross_entropy_errors(logits.double(), target, 0.0, torch.float32)
     assert launched
     assert_within(loss, exact, allowed, "loss")
+
+
+@pytest.mark.parametrize(
+    ("torch_type", "keys"),
+    [("mtia", ["MTIA"]), ("npu", ["PrivateUse1", "SparsePrivateUse1", "SparseCsrPrivateUse1"])],
+)
+def test_operators_are_registered_for_another_torch_type(torch_type: str, keys: list[str]) -> None:
+    """torch.library accepts no keys for MTIA's sparse tensors; PrivateUse1 is renamed "npu"."""
+    script = """
+        import sys
+        import torch
+        from fusedoptim.launch import cpu, devices
+
+        name, *keys = sys.argv[1:]
+
+        class Accelerator(cpu.CPU):
+            torch_type = name
+
+        torch.utils.rename_privateuse1_backend("npu")
+        devices.BACKENDS[name] = Accelerator()
+        from fusedoptim import ops
+
+        assert ops.dropout(torch.ones(4), torch.tensor(1), 0.0).sum() == 4
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert all(has_kernel("fusedoptim::dropout", key) for key in keys)
+    """
+    check_script(script, torch_type, *keys)
 
 
 def test_the_allocator_has_the_same_kinds() -> None:
