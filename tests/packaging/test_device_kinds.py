@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.packaging.test_structure import modules
+from tests.packaging.test_structure import PACKAGES, modules
 
 DEFINE = {
     "allocator.runtime.kinds": "what the allocator has to know",
@@ -21,8 +21,29 @@ ASK = {
     "fusedoptim.ops._nms": "torchvision's limits",
     "fusedoptim.ops._registering": "a faster question before the general one",
     "fusedoptim.raw.kernel": "the default of an argument",
+    "transforms.inputs.sample": "any other device is synchronized, and has its own random numbers",
 }
 """A new kind of device changes nothing there."""
+FOR_CPUS = {
+    "transforms.front_end": "which dtypes are slow depends on the processor",
+    "transforms.graph.attention": "oneDNN's products in 16 bits",
+    "transforms.graph.constants": "what is worth keeping was measured in the host's memory",
+    "transforms.graph.lookups": "torch's lookups were measured on the CPU",
+    "transforms.graph.products": "oneDNN's products",
+    "transforms.graph.sources": "tensors are compared byte by byte in the host's memory",
+    "transforms.passes.channels_last": "the layout was measured on the CPU",
+    "transforms.passes.graph_mode": "the backend is for the CPU",
+    "transforms.passes.pack_weights": "oneDNN's packed weights",
+    "transforms.passes.parallel_dropout": "only on the CPU does torch draw masks on one thread",
+    "transforms.quantization.candidates": "oneDNN's INT8",
+    "transforms.rewrites.for_training": "oneDNN's products",
+    "transforms.rewrites.int8": "oneDNN's INT8",
+    "transforms.rewrites.packed": "oneDNN's packed weights",
+    "transforms.rewrites.registered_attention": "as in transforms.passes.parallel_dropout",
+    "transforms.tracing.modules": "oneDNN's products",
+}
+"""What these do, they do on the CPU alone. Models and tensors on any other device are
+left to torch, also on one of a new kind."""
 _NAMES = {"cpu", "gpu", "xpu", "cuda"}
 _ATTRIBUTES = {f"is_{name}" for name in _NAMES}
 
@@ -45,8 +66,8 @@ def _asks(node: ast.AST) -> bool:
 def test_few_modules_ask_for_the_kind() -> None:
     asking = {
         name
-        for package in ("allocator", "fusedoptim")
+        for package in PACKAGES
         for name, (_, tree) in modules(package).items()
         if any(map(_asks, ast.walk(tree)))
     }
-    assert asking == DEFINE.keys() | ASK.keys()
+    assert asking == DEFINE.keys() | ASK.keys() | FOR_CPUS.keys()

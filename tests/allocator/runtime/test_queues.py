@@ -10,7 +10,10 @@ import torch
 
 import allocator
 from allocator.runtime import libraries, maps, queues
+from allocator.runtime.kinds import DEVICE_KINDS
 from tests.running import check_script, in_fork, in_threads, run_script
+
+KINDS = ", ".join(f"'{kind.name}'" for kind in DEVICE_KINDS)
 
 
 def test_one_queue_for_each_device() -> None:
@@ -63,10 +66,10 @@ def test_unknown_device() -> None:
     [
         ("cpu:1", "use one of those found"),
         ("opencl:cpu:7", "use one of those found"),
-        ("CPU", "use 'cpu', 'gpu' or one of those found"),
-        ("cuda", "use 'cpu', 'gpu' or one of those found"),
-        ("xpu", "use 'cpu', 'gpu' or one of those found"),
-        ("", "use 'cpu', 'gpu' or one of those found"),
+        ("CPU", f"use {KINDS} or one of those found"),
+        ("cuda", f"use {KINDS} or one of those found"),
+        ("xpu", f"use {KINDS} or one of those found"),
+        ("", f"use {KINDS} or one of those found"),
     ],
 )
 def test_misnamed_device(name: str, cure: str) -> None:

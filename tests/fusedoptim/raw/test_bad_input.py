@@ -290,8 +290,15 @@ def test_more_local_memory_than_a_number_can_tell(module: RawModule) -> None:
 
 
 def test_host_memory_where_the_device_cannot_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = types.SimpleNamespace(name="A", is_cpu=False, is_gpu=True)
-    elsewhere = mock.Mock(sycl_device=device)
+    class Gpu:
+        """A GPU, and nothing else that a kind of device may ask for."""
+
+        name = "A"
+
+        def __getattr__(self, question: str) -> bool:
+            return question == "is_gpu"
+
+    elsewhere = mock.Mock(sycl_device=Gpu())
     monkeypatch.setattr(kernel, "named_queue", lambda name: elsewhere)
     text = r"f: argument 0 is in the host's memory, which A \(device='gpu'\) cannot read"
     with pytest.raises(RuntimeError, match=text):
