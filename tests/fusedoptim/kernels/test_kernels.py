@@ -78,6 +78,17 @@ INTERPRETED: list[tuple[Callable[..., Any], OptimizerCase, Kwargs, Kwargs]] = [
     ),
 ]  # fmt: skip
 
+# Kernels with parameters that have no row above, and what compares them with a reference.
+ELSEWHERE = {
+    "lamb_moments": "the rows of lamb_update",
+    "lamb_norms": "the rows of lamb_step",
+    **dict.fromkeys(("adam_bfloat16", "adam_float8"), "tests/fusedoptim/test_state_rounding.py"),
+    **dict.fromkeys(
+        ("sgd_rows", "adagrad_rows", "rowwise_adagrad_rows"),
+        "tests/fusedoptim/nn/test_embedding_bag_updates.py",
+    ),
+}
+
 
 class TestInterpreted:
     """A kernel is plain Python: called with numpy arrays, it updates one element."""
@@ -111,6 +122,16 @@ class TestInterpreted:
         np.testing.assert_allclose(theta, expected, rtol=1e-10, atol=1e-13)
         for key, value in expected_state.items():
             np.testing.assert_allclose(state[key], value, rtol=1e-12, atol=1e-15)
+
+    def test_each_optimizers_kernel_has_a_row(self) -> None:
+        interpreted = {kernel.__name__ for kernel, *_ in INTERPRETED}
+        with_params = {
+            name
+            for name, variant in shipped()
+            if Role.PARAM in {role for _, role in load_module(name, variant).arguments}
+        }
+        assert interpreted.isdisjoint(ELSEWHERE)
+        assert with_params == interpreted | ELSEWHERE.keys()
 
     @staticmethod
     def _run(kernel: Callable[..., Any], given: Kwargs) -> list[Any]:
