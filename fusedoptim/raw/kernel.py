@@ -50,9 +50,10 @@ class RawModule:
 
     Nothing is compiled before a kernel is called or one of its properties is read. Text is compiled
     to SPIR-V, and SPIR-V by the device's driver. Both results are cached on disk, in the folder
-    ``FUSEDOPTIM_CACHE_DIR`` (default: ``~/.cache/fusedoptim``; empty: no cache). Two things are not
-    cached: text that includes other files, and the driver's results for ``wait=False`` or for your
-    own ``dpctl.SyclQueue``.
+    ``FUSEDOPTIM_CACHE_DIR`` (empty: no cache; default: ``$XDG_CACHE_HOME/fusedoptim``, or
+    ``~/.cache/fusedoptim`` if that variable is not set). Two things are not cached: text that
+    includes other files, and the driver's results for ``wait=False`` or for your own
+    ``dpctl.SyclQueue``.
 
     Raises:
         TypeError: ``source`` or ``options`` is of another type.
