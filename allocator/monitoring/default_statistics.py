@@ -6,24 +6,28 @@ has its own statistics. Pools other than the default one have them as methods of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from allocator.pool.defaults import default_pool
 from allocator.pool.pool import Pool
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", covariant=True)
 
 
-def _of_default_pool(method: Callable[..., _T]) -> Callable[..., _T]:
+class _OfDevice(Protocol[_T]):
+    def __call__(self, device: Any = "cpu") -> _T: ...
+
+
+def _of_default_pool(method: Callable[[Pool], _T]) -> _OfDevice[_T]:
     """A method of pools as a function of a device, as :func:`default_pool` takes it."""
 
-    @functools.wraps(method)
-    def function(device: Any = "cpu", *args: Any, **kwargs: Any) -> _T:
-        return method(default_pool(device), *args, **kwargs)
+    def function(device: Any = "cpu") -> _T:
+        return method(default_pool(device))
 
-    del function.__wrapped__  # whose signature has no device
+    function.__name__ = function.__qualname__ = method.__name__
+    function.__doc__ = method.__doc__
+    function.__annotations__["return"] = method.__annotations__["return"]
     return function
 
 
@@ -41,9 +45,23 @@ reset_peak_memory_stats = _of_default_pool(Pool.reset_peak_memory_stats)
 """``reset_peak_memory_stats(device="cpu")``: the method of the default pool."""
 reset_accumulated_memory_stats = _of_default_pool(Pool.reset_accumulated_memory_stats)
 """``reset_accumulated_memory_stats(device="cpu")``: the method of the default pool."""
-memory_summary = _of_default_pool(Pool.memory_summary)
-"""``memory_summary(device="cpu", abbreviated=False)``: :meth:`Pool.memory_summary` of the default
-pool."""
+
+
+def memory_summary(device: Any = "cpu", abbreviated: bool = False) -> str:
+    """A table of the default pool's counters; see :meth:`Pool.memory_summary`.
+
+    Args:
+        device: the device, as :func:`default_pool` takes it.
+        abbreviated: leave out the separate figures for large and small blocks.
+
+    Raises:
+        TypeError: ``abbreviated`` is not a bool.
+
+    Example:
+        >>> "allocated_bytes" in memory_summary("cpu")
+        True
+    """
+    return default_pool(device).memory_summary(abbreviated)
 
 
 def memory_snapshot(device: Any = "cpu") -> list[dict[str, Any]]:

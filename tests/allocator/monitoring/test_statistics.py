@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -267,6 +269,21 @@ def test_functions_of_the_default_pool() -> None:
     allocator.reset_accumulated_memory_stats()
     assert allocator.memory_stats()["allocation.all.allocated"] == 0
     assert allocator.max_memory_allocated() == allocator.memory_allocated() > 0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in allocator.__all__ if "memory" in name and hasattr(Pool, name)]
+)
+def test_help_and_errors_of_functions_of_the_default_pool(name: str) -> None:
+    function, method = (getattr(owner, name) for owner in (allocator, Pool))
+    _, *own = inspect.signature(method).parameters.values()
+    device, *others = inspect.signature(function).parameters.values()
+    assert (device.name, device.default, others) == ("device", "cpu", own)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) takes from 0 to "):
+        function("cpu", *others, 1)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'wrong'"):
+        function(wrong=1)
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_what_is_put_aside_is_not_free(pool: Pool) -> None:
