@@ -88,7 +88,7 @@ def _distilbert() -> nn.Module:
 
 
 def _encoder(new_model: Callable[[], nn.Module], batch: int) -> Task:
-    """Sequences of 128 words."""
+    """Sequences of 128 tokens."""
     return Task(new_model().eval(), (torch.randint(30_000, (batch, 128)),))
 
 

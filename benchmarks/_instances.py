@@ -41,7 +41,7 @@ def _bert_tiny() -> torch.nn.Module:
 
 
 def _task(model: str, batch: int) -> Task:
-    """ResNet-50 on images of 224 by 224 pixels, BERT-tiny on sequences of 128 words."""
+    """ResNet-50 on images of 224 by 224 pixels, BERT-tiny on sequences of 128 tokens."""
     if model == "ResNet-50":
         return Task(_models.resnet50().eval(), (torch.randn(batch, 3, 224, 224),))
     return Task(_bert_tiny().eval(), (torch.randint(30_000, (batch, 128)),))

@@ -15,12 +15,12 @@ from fusedoptim.offload._bucket import Bucket
 from fusedoptim.offload._link import Link
 
 SIZES = {"tiny": (1_000, 64, 2), "bert-base": (30_522, 768, 12), "1.3B": (50_257, 2048, 24)}
-"""Words, width and layers."""
+"""Vocabulary, width and layers."""
 BF16 = torch.bfloat16
 
 
 class Transformer(nn.Module):
-    """Predicts words, with torch's own layers."""
+    """Predicts tokens, with torch's own layers."""
 
     def __init__(self, words: int, width: int, layers: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of predicting each word from all words."""
+        """The loss of predicting each token from all tokens."""
         logits = self.head(self.layers(self.words(tokens)))
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 

@@ -69,7 +69,7 @@ class Record(NamedTuple):
 
 
 def new_gpt(words: int, layers: int, width: int, heads: int) -> nn.Module:
-    """GPT-2 for sequences of up to 128 words."""
+    """GPT-2 for sequences of up to 128 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -85,7 +85,7 @@ def new_gpt(words: int, layers: int, width: int, heads: int) -> nn.Module:
 
 
 def gpt() -> Task:
-    """GPT-2 with 6 layers of width 384 and 20,000 words; 4 sequences of 128 words."""
+    """GPT-2 with 6 layers of width 384 and a vocabulary of 20,000; 4 sequences of 128 tokens."""
     words = 20_000
     model = new_gpt(words, layers=6, width=384, heads=6)
     tokens = torch.randint(words, (4, 129))
@@ -99,7 +99,7 @@ def gpt() -> Task:
 
 
 def bert() -> Task:
-    """BERT with 6 layers of width 384, and a head of two classes; 8 sequences of 64 words."""
+    """BERT with 6 layers of width 384, and a head of two classes; 8 sequences of 64 tokens."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(

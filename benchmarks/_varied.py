@@ -20,7 +20,7 @@ THREADS, WORKERS, CLASSES = 4, 2, 10
 
 
 def training(seed: int) -> Iterator[None]:
-    """Train the GPT of :mod:`benchmarks._training` on 1 to 4 sequences of 16 to 128 words."""
+    """Train the GPT of :mod:`benchmarks._training` on 1 to 4 sequences of 16 to 128 tokens."""
     model = gpt().model.train()
     yield from _trained_gpt(model, 20_000, 4, random.Random(seed))
 

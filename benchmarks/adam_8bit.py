@@ -1,4 +1,4 @@
-"""Times AdamW with small state against torchao's: ``python -m benchmarks.adam_8bit``.
+"""Times AdamW with reduced state against torchao's: ``python -m benchmarks.adam_8bit``.
 
 Each optimizer runs in its own process, and the processes alternate. ``--torchao`` is the Python of
 an environment with torchao, whose optimizers need torch.compile and a C++ compiler. Final losses

@@ -185,7 +185,7 @@ def measure(size: str, device: torch.device, rounds: int, names: Sequence[str]) 
     header = ["ms", "iteration min", "median", "step() min", "median"]
     header += ["update on the host", "host waits"]
     header += ["bytes a weight to host", "to device", "peak GiB on device"]
-    title = f"{size}: {count:,} bfloat16 weights, {rounds} iterations of 8 x 512 words"
+    title = f"{size}: {count:,} bfloat16 weights, {rounds} iterations of 8 x 512 tokens"
     return Table(title, header, rows)
 
 

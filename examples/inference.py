@@ -36,7 +36,7 @@ def cnn(small: bool) -> Task:
 
 
 def transformer(small: bool) -> Task:
-    """BERT-base and 128 words, or fewer and narrower layers of it."""
+    """BERT-base and 128 tokens, or fewer and narrower layers of it."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
     model = BertModel(BertConfig(num_hidden_layers=2, **sizes) if small else BertConfig())
     return Task(model.eval(), {"input_ids": torch.randint(1000, (1, 128))})
