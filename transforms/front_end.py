@@ -43,9 +43,9 @@ __all__ = ["optimize"]
 
 _SAMPLE = "sample_input"
 _MUCH_SLOWER = 1.1
-"""The ratio of two times of one model from which on other load is the reason, not noise."""
+"""If two times of one model differ by more than this factor, other load is assumed, not noise."""
 _USERS_LINE = 4
-"""The stack level of the call of ``optimize``, behind its decorator, from a function it calls."""
+"""The ``stacklevel`` of warnings that names the line of the user's call of ``optimize``."""
 
 
 @torch.inference_mode(False)  # otherwise changes of copied weights could not be tracked
@@ -311,7 +311,7 @@ def _run_one(
     entries = each.run(job._replace(undo=undo))
     if not any(entry.done for entry in entries):
         return entries
-    return_free_memory()  # of temporaries: the packed weights that follow may not fit into it
+    return_free_memory()  # of temporaries: packed weights may be too large to reuse it
     if comparison is None or not each.keeps_outputs:
         return entries
     difference = comparison.difference()

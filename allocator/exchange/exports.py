@@ -47,8 +47,7 @@ _GROWTH = 4
 _SEEN_ALWAYS = 2
 """The first slabs, of 1,280 exports together, are checked in every call."""
 _RANGE = 1024
-"""Exports of the other slabs that are checked in each call, and the next ones in the next call:
-checking thousands is slow."""
+"""How many exports of the other slabs each call checks, in rotation: checking thousands is slow."""
 
 IDLE = 0
 IN_USE = VERSION[0] | VERSION[1] << 32
@@ -353,7 +352,7 @@ _retired: list[Exporter] = []
 
 
 def _references() -> int:
-    """References to an object that a dict, a tuple of a list and a local name hold."""
+    """The reference count of an object in a dict, in a tuple in a list, and in a local variable."""
     objects = {0: object()}
     for _, value in list(objects.items()):
         count = sys.getrefcount(value)

@@ -19,7 +19,7 @@ class Hook:
 
     :meth:`released`, :meth:`grown` and :meth:`shrunk` are called with the pool's lock held. A lock
     of your own that they take must not be held around a call of a pool, else two threads may wait
-    for each other for ever. Nor may they call another pool whose hooks call this one.
+    for each other forever. Nor may they call another pool whose hooks call this one.
 
     Example:
         >>> from allocator import Pool

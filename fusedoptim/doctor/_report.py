@@ -32,7 +32,7 @@ def error(message: str, cure: str) -> Problem:
 
 
 def warning(message: str, cure: str) -> Problem:
-    """Steps work, but slower or otherwise than expected."""
+    """Steps work, but more slowly or not as expected."""
     return Problem("warning", message, cure)
 
 

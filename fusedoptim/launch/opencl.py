@@ -157,7 +157,7 @@ class Driver:
         return binary.raw
 
     def expect(self, elements: int) -> None:
-        """Make way for a kernel that goes through about ``elements`` elements, if that is many.
+        """Put torch's threads to sleep if a kernel over about ``elements`` elements takes long.
 
         Call this before it is submitted to ``queue``, on the thread that then waits for it.
         """
@@ -301,7 +301,7 @@ class OpenCLKernel:
         return how.run
 
     def submit(self, frame: Frame, sizes: Any, elements: int, events: list[Any]) -> bool:
-        """See :class:`fusedoptim.launch.backend.DeviceKernel`; an event is the driver's answer."""
+        """See :class:`fusedoptim.launch.backend.DeviceKernel`; an event is a status code."""
         run = self.at_once(frame, sizes, elements)
         if run is not None:
             events.extend(map(_call, (run,)))

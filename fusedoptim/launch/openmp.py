@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 WORTH_SLEEPING = 250_000
 """From this many elements on, a launch gains more from free cores than it costs to free them."""
 _Lock = ctypes.c_int64 * 7
-"""POSIX's read-write lock; zeros are one that nobody has."""
+"""POSIX's read-write lock; all zeros is an unlocked one."""
 _Mutex = ctypes.c_int32 * 10
-"""POSIX's mutex; zeros are one that nobody has. The third number is the thread that has it."""
+"""POSIX's mutex; all zeros is an unlocked one. The third number is the owner's thread ID."""
 _call = operator.methodcaller("__call__")
 
 
@@ -115,7 +115,7 @@ def put_to_sleep() -> None:
 
 
 def _one_of(functions: _Functions, threads: int) -> _Worker | None:
-    """The thread that first takes a lock; None within a region, where there is no other."""
+    """The thread that locks a mutex first; None inside a region, which has no other threads."""
     mutex = _Mutex()
     lock = ctypes.byref(mutex)
     start = functools.partial(functions.start_region, functions.try_to_lock, lock, threads)

@@ -12,7 +12,7 @@ _SUBGROUP_DISPATCH, _SUBGROUP_SIZE = 58, 35
 
 
 def with_sub_groups(spirv: bytes, size: int) -> bytes:
-    """A module with one kernel, whose sub-groups shall have ``size`` work items.
+    """Give the sub-groups of a module's only kernel ``size`` work items.
 
     Example:
         >>> from fusedoptim.launch.modules import load_module

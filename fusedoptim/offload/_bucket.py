@@ -177,8 +177,8 @@ class Bucket:
             if grad.dtype != p.dtype:
                 raise TypeError(
                     f"OffloadOptimizer: the gradient of a parameter of shape {tuple(p.shape)} is "
-                    f"{grad.dtype}, and the parameter {p.dtype}; convert it, or leave p.grad_dtype "
-                    "as it was"
+                    f"{grad.dtype}, and the parameter {p.dtype}; convert it, or do not set "
+                    "p.grad_dtype"
                 )
             if not _is_strided(grad):
                 self._drop_fetched([i])

@@ -246,7 +246,7 @@ class OffloadOptimizer(Optimizer):
             if optimizer.copy_in_backward:
                 bucket.arrive(index)
 
-        # Before the first hook, so that an interrupt leaves none for ever.
+        # Before the first hook, so that an interrupt leaves no hook forever.
         weakref.finalize(self, remove_all, bucket.hooks).atexit = False
         for i, p in enumerate(bucket.params):
             if p.requires_grad:

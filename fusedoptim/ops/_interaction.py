@@ -41,7 +41,7 @@ def interaction(*features: Tensor) -> Tensor:
         a new tensor, (B, d + n (n - 1) / 2) for n features, of their dtype.
 
     Raises:
-        TypeError: features have a dtype that no kernel computes with, or are no tensors, or there
+        TypeError: features have a dtype that no kernel computes with, or are not tensors, or there
             are none.
         ValueError: a shape or device does not fit that of the first.
 

@@ -29,7 +29,7 @@ from fusedoptim.raw._spirv import ModuleFacts, read_module
 Size = int | Sequence[int]
 _MOST_SHAPES = 1024  # sizes that are remembered
 LARGEST = 1 << 31
-"""SYCL refuses launches of at least so many work items in all."""
+"""SYCL refuses launches of this many work items or more."""
 # SPIR-V capabilities that some devices lack: the aspect in SYCL, the feature, and what to do.
 _ASPECTS = {
     9: ("fp16", "float16 arithmetic", "compute in float, with vload_half and vstore_half"),

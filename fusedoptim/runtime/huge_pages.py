@@ -107,7 +107,7 @@ def _memory(target: object) -> Iterator[torch.UntypedStorage]:
         tensors += [param for group in target.param_groups for param in group["params"]]
     else:
         raise TypeError(
-            f"use_huge_pages: {type(target).__name__} is no tensor, module or optimizer; pass "
+            f"use_huge_pages: {type(target).__name__} is not a tensor, module or optimizer; pass "
             "these one by one, as in use_huge_pages(model, optimizer) or use_huge_pages(*tensors)"
         )
     for tensor in filter(is_here, tensors):

@@ -286,7 +286,7 @@ class Halves:
         self._coming = state, trails
 
     def expect_values(self, param: Tensor) -> None:
-        """Leave the coming trail of ``param`` as it is when the upper half is written."""
+        """Keep the trail that ``param`` is about to get, even if its upper half is written."""
         self._versions.pop(param, None)
 
     def hold(self, param: Tensor, trail: Tensor) -> None:

@@ -40,7 +40,7 @@ class Plan(Protocol):
 
     @property
     def updates(self) -> Sequence[tuple[Update, Callable[[], Rows] | None]]:
-        """The updates, in order; a function makes rows anew once all before it are committed."""
+        """The updates, in order; a function makes new rows once those before are committed."""
 
 
 def run(

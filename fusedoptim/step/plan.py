@@ -61,7 +61,7 @@ PIECES = (
     "model's own clip_grad_norm_()"
 )
 _END = object()
-"""Ends what a plan has seen, so that a comparison also notices a different number of objects."""
+"""Marks the end of the objects that a plan compares, so that a different number is noticed too."""
 _UNCHANGING = (float, int, str, type(None))  # bool is an int
 
 

@@ -29,8 +29,8 @@ from fusedoptim.launch.devices import is_on_host
 
 _GRAD = operator.attrgetter("grad")
 FINGERPRINT = 8
-"""How many numbers tell parameters apart: bytes, as float32 adds up those of 65,000 processes
-exactly."""
+"""The number of values in a fingerprint of parameters. They are bytes: float32 adds up those of
+65,000 processes exactly."""
 Layout: TypeAlias = tuple[int, torch.dtype]
 """The number of values that are added up, and their dtype."""
 
@@ -261,14 +261,14 @@ class MeshSum:
             ) from error
 
     def sign(self, values: Tensor) -> None:
-        """Write what tells these parameters from others to the last numbers of ``values``."""
+        """Write the fingerprint of these parameters into the last numbers of ``values``."""
         values[-FINGERPRINT:] = self._fingerprint
 
     def check_same(self, values: Tensor) -> None:
         """Raise unless all processes have the same parameters.
 
         Args:
-            values: the sum of what all of them have signed.
+            values: the sum over all processes, with that of their fingerprints.
         """
         if self._is_checked:
             return
@@ -284,7 +284,7 @@ class MeshSum:
         """Raise unless all processes have the same parameters, by a collective of its own.
 
         Args:
-            layout: of what a process adds up that does not call this; None if each calls it.
+            layout: the layout that processes add up which do not call this; None if all call it.
         """
         numel, dtype = layout or (FINGERPRINT, torch.float32)
         values = torch.zeros(numel, dtype=dtype, device=self.device)
@@ -349,7 +349,7 @@ def over_meshes(
     """
     whole = [own for own in squares if not any(each.includes(own[0]) for each in sums)]
     for each in sums:
-        # Of one size on all processes, or gloo ends those that receive more than they ask for.
+        # The same size on all processes: gloo aborts one that receives more than it asked for.
         dtype = torch.float64 if is_on_host(each.device) else each.dtype
         values = torch.zeros(2 + FINGERPRINT, dtype=dtype, device=each.device)
         each.sign(values)

@@ -195,7 +195,7 @@ def without_gaps(saved: Any) -> Any:
 
 
 def without_trails(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The parameters' states in a checkpoint without trails; a state may be nothing else."""
+    """The parameters' states in a checkpoint without trails; one with only a trail is omitted."""
     rest = {
         i: {name: value for name, value in saved.items() if name != TRAIL}
         if isinstance(saved, dict)

@@ -23,8 +23,7 @@ from transforms.rewrites.packed import supported_dtypes
 
 _NAMES = operators.PARAMETERS[operators.ATTENTION]
 _LEAST_SCORES, _MOST_KEYS = 1 << 17, 512
-"""The products are faster than torch's kernel for at least so many scores and at most so many keys.
-"""
+"""The fewest scores and the most keys for which the products are faster than torch's kernel."""
 
 
 @operators.own

@@ -1,4 +1,4 @@
-"""Hides from oneDNN Graph what it would compute otherwise than torch.
+"""Hides from oneDNN Graph what it would compute differently from torch.
 
 It recognizes functions by their names in TorchScript. What replaces a hidden function computes the
 same bits under names that it does not know.
@@ -90,11 +90,11 @@ _HIDDEN: dict[str, Callable[..., Tensor]] = {
     "layer_norm": _layer_norm,
     "sigmoid": _sigmoid,
 }
-"""Functions that oneDNN Graph would compute otherwise for NaN, as others that it does not know."""
+"""For functions that oneDNN Graph computes differently for NaN: equals that it does not know."""
 
 
 def hide(graph: Graph, is_finite: bool) -> None:
-    """Change a graph so that oneDNN Graph computes nothing in it otherwise than torch.
+    """Change a graph so that oneDNN Graph computes nothing in it differently from torch.
 
     Args:
         graph: the graph.
@@ -117,7 +117,7 @@ def hide(graph: Graph, is_finite: bool) -> None:
 
 
 def can_be_hidden(graph: Graph) -> bool:
-    """Whether :func:`hide` knows another name for all that oneDNN Graph computes otherwise."""
+    """Whether :func:`hide` knows another name for all that oneDNN Graph computes differently."""
     uses = _uses(graph)
     for node in graph.nodes:
         given = operators.arguments(node)

@@ -59,7 +59,7 @@ class Parts(NamedTuple):
     fuses: bool = True
     """Whether products apply activations and additions."""
     folds_constants: bool = True
-    """Whether other constants are kept than packed, cast and folded weights and biases."""
+    """Whether constants other than packed, cast and folded weights and biases are kept."""
 
 
 class Lowered(NamedTuple):

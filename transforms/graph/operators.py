@@ -240,7 +240,7 @@ def is_tensor(node: Any) -> bool:
 
 
 def has_fixed_shape(node: Node) -> bool:
-    """Whether a node is no number, and all sizes of its tensor are known."""
+    """Whether a node is a tensor, not a number, and all its sizes are known."""
     known = value(node)
     if isinstance(known, Tensor):
         return all(isinstance(size, int) for size in (*known.shape, *known.stride()))

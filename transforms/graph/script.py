@@ -65,7 +65,7 @@ def _detached(tensor: Tensor) -> Tensor:
 def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
     """Whether a graph may run in C++: its functions are known, and none writes or is random.
 
-    What oneDNN Graph computes otherwise than torch must have a name that it does not know.
+    What oneDNN Graph computes differently from torch must have a name that it does not know.
     """
     return (
         private.traced_graph is not None

@@ -18,13 +18,13 @@ from transforms.inputs.state import put_back
 _OTHER_FORM = "the output for sample_input changed its shape or dtype"
 _MOST_OTHER_INTEGERS = 0.01
 """The share of the integers in an output that rounding may change."""
-_MOST_TURNS = 10
+_MOST_ROUNDS = 10
 _LEAST_PASSES, _ENOUGH_SECONDS = 2, 0.5
 
 
 @contextlib.contextmanager
 def trial(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Run calls of ``model`` under autocast to ``dtype``, if any, after which it is as before."""
+    """Run the block under autocast to ``dtype``, if any, and restore ``model`` at its end."""
     kind = _device_type(model)
     with put_back(model), torch.autocast(kind, dtype=dtype, enabled=dtype is not None):
         yield
@@ -94,15 +94,15 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def shortest_times(
-    calls: Sequence[Callable[[], object]], least_turns: int, enough_seconds: float
+    calls: Sequence[Callable[[], object]], least_rounds: int, enough_seconds: float
 ) -> list[float]:
     """The time in seconds of the fastest of several calls of each function; they take turns."""
-    turns: list[list[float]] = []
-    while len(turns) < least_turns or (
-        len(turns) < _MOST_TURNS and sum(map(sum, turns)) < enough_seconds
+    rounds: list[list[float]] = []
+    while len(rounds) < least_rounds or (
+        len(rounds) < _MOST_ROUNDS and sum(map(sum, rounds)) < enough_seconds
     ):
-        turns.append([_time(call) for call in calls])
-    return [min(times) for times in zip(*turns)]
+        rounds.append([_time(call) for call in calls])
+    return [min(times) for times in zip(*rounds)]
 
 
 def _time(call: Callable[[], object]) -> float:

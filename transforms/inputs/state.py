@@ -1,4 +1,4 @@
-"""What a model's forward changes in the model is put back after calls with samples."""
+"""Restores what a model's forward changes in the model during calls with samples."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ _TORCHS = frozenset(vars(nn.Module()))
 _OURS = "_fusedoptim"
 _CONTAINERS = (list, dict, set)
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, tuple, Tensor, *_CONTAINERS)
-"""The types of attributes that are put back."""
+"""The types of attributes that are restored."""
 
 
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """Run calls of ``model`` after which it is as before.
+    """Restore ``model`` at the end of the block.
 
-    Put back are buffers, hooks, and attributes of modules that are numbers, text, tensors, or
-    lists, dicts and sets, with all that is in these. The parameters, and objects of other classes,
-    are not.
+    Buffers, hooks, and attributes of modules that are numbers, text, tensors, lists, dicts or sets
+    are restored, with everything inside them. Parameters and objects of other classes are not.
     """
     before = _State(model)
     try:

@@ -118,7 +118,7 @@ def quantize(
             are not faster in INT8 stay in floating point, and the report says so; if none is
             faster, the model is only prepared.
         run: calls the model with a batch, as ``run(model, batch)``; by default as above.
-        max_batches: use at most so many batches of the loader.
+        max_batches: the largest number of batches to use.
         progress: whether to show a progress bar on stderr. None: for a long loader, on a terminal.
             Without tqdm it is a line that counts.
         inplace: rewrite the given model. Otherwise it is copied.

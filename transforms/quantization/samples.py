@@ -45,7 +45,7 @@ def run_all(
         model: a model in eval mode.
         loader: yields the batches.
         run: calls the model.
-        most: use at most so many batches; None for all.
+        most: the largest number of batches to use; None for all.
         progress: whether to show progress; None if there are many batches and a terminal.
 
     Raises:

@@ -128,7 +128,7 @@ def _become(optimizer: Optimizer, plain: type[Optimizer], attributes: dict[str, 
     # Python looks for no signal between two assignments.
     optimizer.__dict__ = attributes
     optimizer.__class__ = plain
-    del replaced  # only now: what it alone holds may run code when it ends
+    del replaced  # last: objects that it alone keeps alive may run code when they are freed
 
 
 def own_attributes(fused: type[Any]) -> set[str]:

@@ -132,7 +132,7 @@ class PackedProduct(PackedModule):
         return self._activated(_cast(x, dtype), packed, _dense(bias, dtype))
 
     def _pays(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether oneDNN takes inputs of this shape, and a packed weight makes up for its call."""
+        """Whether oneDNN takes this shape, and packing saves more time than its call costs."""
         raise NotImplementedError
 
     def _packed(

@@ -46,8 +46,8 @@ class FoldedBatchNorm(nn.Identity):
             )
         # Not annotated in the class: TorchScript cannot read an annotation that is a string.
         expected: int = self._fusedoptim_dimensions  # type: ignore[assignment]
-        # A torch.fx proxy has no number of dimensions. TorchScript cannot compile a question about
-        # it, nor a reason beside the next comment, which it reads as code.
+        # A torch.fx proxy has no dim(). TorchScript cannot compile the test for a proxy. (It parses
+        # "type: ignore" comments as code, so the one below must have no text after it.)
         is_traced = False
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             is_traced = isinstance(input, fx.Proxy)

@@ -58,7 +58,7 @@ class Undo:
 
 
 def changes_to(model: nn.Module) -> Undo:
-    """The changes of a call that rewrites a model; to undo them also removes new hooks."""
+    """The changes of a call that rewrites a model; undoing them also removes new hooks."""
     undo = Undo()
     undo.callback(remove_hooks, model, RemovableHandle.next_id)
     return undo

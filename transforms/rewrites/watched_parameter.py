@@ -32,7 +32,7 @@ class WatchedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The values, as torch returns them."""
-        # Dynamo takes the descriptor of torch for this property, and would never come to an end.
+        # Dynamo takes the descriptor of torch for this property, and would recurse forever.
         is_traced = torch.compiler.is_compiling()
         result: Tensor = detached(self).data if is_traced else _data.__get__(self)
         _note_use(self)  # last: settle() in another thread must find the other tensor

@@ -1,8 +1,8 @@
 """Finds modules whose class or tensors decide what a model's forward code does.
 
 A rewrite gives a module another class, and may add or remove tensors. So each trace runs again with
-the layers in disguise: what then differs depends on what they are. Code that no trace ran is read
-(:mod:`transforms.tracing.questions`).
+the layers in disguise: what then differs depends on their classes and tensors. Code that no trace
+ran is read (:mod:`transforms.tracing.questions`).
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _deciding(
     """
     if not disguises or _Path(plain) == _traced(calls, root, disguises):
         return []
-    again = _traced(calls, root, {})  # what the first trace ran only once, as a cache does, is done
+    again = _traced(calls, root, {})  # the first trace may have filled caches
     if again == _traced(calls, root, disguises):
         return []
     if again != _traced(calls, root, {}):

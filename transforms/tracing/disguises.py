@@ -1,4 +1,4 @@
-"""Disguises for the layers of a copied model: what forward then does otherwise depends on them."""
+"""Disguises for the layers of a copied model: what it then does differently depends on them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ NO_PARAMETER = "has a weight or bias that is no Parameter"
 
 
 def transposed_linears() -> Kinds:
-    """The class of GPT-2's Linears with a transposed weight; none if transformers is not there."""
+    """The class of GPT-2's Linears with a transposed weight; none if it is not imported."""
     kind = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return () if kind is None else (kind,)
 

@@ -1,7 +1,7 @@
-"""Finds, in code, questions that a layer may answer otherwise once it has another class.
+"""Finds checks in code, such as ``isinstance``, whose result may change when a layer is rewritten.
 
-Code that no trace ran tells what it asks, but seldom whom: a variable may hold anything. So a
-question counts for each layer whose answer would differ.
+Code that no trace ran shows what it checks, but seldom which layer: a variable may hold anything.
+So a check counts for each layer for which its result would change.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Question(NamedTuple):
 
 
 def _is_told_apart(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Whether ``isinstance`` tells the layer from a stranger."""
+    """Whether ``isinstance`` distinguishes the layer from a module of an unrelated class."""
     try:
         return isinstance(layer, kinds) != issubclass(Stranger, kinds)
     except Exception:  # of any class, as a metaclass may answer

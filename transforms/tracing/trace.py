@@ -105,8 +105,9 @@ class _Tracer(fx.Tracer):
         try:
             return super().trace(root, concrete_args)
         finally:
-            # Where torch traces in another thread meanwhile, as torch.compile does, its end puts
-            # this tracer's methods of nn.Module back, for good: they must do nothing then.
+            # If torch traces in another thread at the same time, as torch.compile does, the end of
+            # that trace installs this tracer's methods of nn.Module again, permanently. They must
+            # do nothing from now on.
             self._thread = None
             self._tensors.clear()
 

@@ -99,8 +99,8 @@ def test_what_has_no_huge_page() -> None:
     [
         (torch.ones(4, device="meta"), ValueError, "a tensor on meta with layout torch.strided"),
         (torch.ones(4).to_sparse(), ValueError, "a tensor on cpu with layout torch.sparse_coo"),
-        ([torch.ones(4)], TypeError, r"list is no tensor.* use_huge_pages\(\*tensors\)"),
-        (None, TypeError, "NoneType is no tensor, module or optimizer"),
+        ([torch.ones(4)], TypeError, r"list is not a tensor.* use_huge_pages\(\*tensors\)"),
+        (None, TypeError, "NoneType is not a tensor, module or optimizer"),
     ],
 )
 def test_other_targets(target: object, error: type[Exception], message: str) -> None:
