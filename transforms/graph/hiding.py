@@ -46,6 +46,12 @@ def _relu6_(input: Tensor) -> Tensor:  # noqa: A002
     return _hardtanh_(input, 0.0, 6.0)
 
 
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002
+    if min is not None:
+        input = torch.clamp_min(input, min)  # noqa: A001
+    return input if max is None else torch.clamp_max(input, max)
+
+
 def _max_pool2d(
     input: Tensor,  # noqa: A002
     kernel_size: Any,
@@ -86,6 +92,7 @@ _HIDDEN: dict[str, Callable[..., Tensor]] = {
     "relu6_": _relu6_,
     "hardtanh": _hardtanh,
     "hardtanh_": _hardtanh_,
+    "clamp": _clamp,
     "max_pool2d": _max_pool2d,
     "layer_norm": _layer_norm,
     "sigmoid": _sigmoid,

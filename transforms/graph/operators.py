@@ -65,8 +65,8 @@ _FRESH = _words(
     exp eye fold full full_like gather ge gelu group_norm gt hardsigmoid hardswish hardtanh
     index_select interpolate layer_norm le leaky_relu linalg_vector_norm linear linspace log
     log_softmax logical_and logical_not logical_or logsigmoid lt masked_fill matmul max
-    max_pool2d maximum mean min minimum mish mm mul ne neg new_ones new_zeros norm normalize
-    ones ones_like pad pow prelu reciprocal relu relu6 rms_norm rsqrt
+    max_pool2d maximum mean min minimum mish mm mul ne neg new_full new_ones new_zeros norm
+    normalize ones ones_like pad pow prelu reciprocal relu relu6 rms_norm rsqrt
     scaled_dot_product_attention selu sigmoid silu sin softmax softplus sqrt square stack std
     sub sum tanh tril triu var where zeros zeros_like
     """

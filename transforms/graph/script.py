@@ -31,6 +31,7 @@ _RIGHT = frozenset(
     f"aten::{name}"
     for name in (
         *("_convolution", "conv2d", "conv3d", "linear", "addmm", "matmul", "mm"),
+        *("abs", "elu", "log", "sqrt", "square"),
         *("add", "mul", "div", "sigmoid", "tanh", "hardswish", "leaky_relu", "cat", "avg_pool2d"),
     )
 )

@@ -29,6 +29,11 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quotient": lambda y: y / (y * y + 1),
     "divided by a number": lambda y: y / 3,
     "number divided": lambda y: 2 / y,
+    "log of abs": lambda y: y.abs().log(),
+    "root of square": lambda y: y.square().sqrt(),
+    "elu": lambda y: F.elu(y, 0.3),
+    "clamp": lambda y: y.clamp(-0.5, 0.5),
+    "clamp to a tensor": lambda y: y.clamp(max=y.new_full((), 0.25)),
     "gelu": F.gelu,
     "gelu by tanh": lambda y: F.gelu(y, approximate="tanh"),
 }
@@ -91,7 +96,8 @@ def test_nan_and_infinity(first: str, dtype: torch.dtype) -> None:
         if ours.is_scripted():
             scripted.add(name)
     assert scripted >= {"sigmoid", "sigmoid of tanh", "tanh", "silu", "hardswish", "leaky_relu"}
-    assert scripted >= {"quotient", "divided by a number", "number divided"}
+    assert scripted >= {"quotient", "divided by a number", "number divided", "clamp"}
+    assert scripted >= {"log of abs", "root of square", "elu", "clamp to a tensor"}
     assert ("gelu" in scripted) == (first == "linear")
     assert not scripted & {"a slope of 0", "gelu by tanh"}
 
