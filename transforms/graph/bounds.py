@@ -14,7 +14,7 @@ Each call compares its values with what was assumed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -187,13 +187,14 @@ class _Rules:
             return self._of(first) * count if isinstance(count, int) and count > 0 else math.inf
         if called in (*_UP_TO_ONE, "hardtanh") and self._of(first) <= _MOST:
             limits = [self._of(given[key]) for key in ("min_val", "max_val") if key in given]
-            return max(limits, default=1.0)
+            return _largest_of(limits, 1.0)
         if called == "cat":
-            return max(map(self._of, node.all_input_nodes), default=math.inf)
+            return _largest_of(map(self._of, node.all_input_nodes), math.inf)
         if called == "pad" and given.get("mode", "constant") == "constant":
-            return max(self._of(first), self._of(given.get("value") or 0))
+            return _largest_of(map(self._of, (first, given.get("value") or 0)), math.inf)
         if called == "leaky_relu":
-            return self._of(first) * max(1.0, self._of(given.get("negative_slope")))
+            slope = self._of(given.get("negative_slope"))
+            return self._of(first) * _largest_of((1.0, slope), math.inf)
         if called in ("add", "sub", "mul") and len(node.args) == 2 and not node.kwargs:
             a, b = map(self._of, node.args)
             return a * b if called == "mul" else a + b
@@ -220,6 +221,12 @@ class _Rules:
             constant = self._evaluate(weight)
             self._sums[weight] = math.inf if constant is None else _largest_sum(constant, called)
         return self._sums[weight] * self._of(x) + (0.0 if bias is None else self._of(bias))
+
+
+def _largest_of(bounds: Iterable[float], default: float) -> float:
+    """The largest bound, or NaN if one is: ``max`` may ignore it."""
+    found = list(bounds)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=default)
 
 
 def _largest(values: Tensor) -> float:

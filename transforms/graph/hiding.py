@@ -81,8 +81,8 @@ def _sigmoid(input: Tensor) -> Tensor:  # noqa: A002
 
 
 def _quotient(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
-    # The quotient is added to -0, which changes no bit.
-    return torch.addcdiv(torch.full((), -0.0, dtype=input.dtype), input, other)
+    (result,) = torch._foreach_div([input], [other])
+    return result
 
 
 _HIDDEN: dict[str, Callable[..., Tensor]] = {

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from transforms.graph import operators
 from transforms.graph.batch_norms import NotFinite, folded_weight
-from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, value
+from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, is_writing, value
 from transforms.rewrites.finite import is_finite
 from transforms.rewrites.geometry import expanded, may_see_only_padding
 from transforms.rewrites.watched_parameter import detached
 
 
 @operators.own
-def finite(weight: Tensor) -> Tensor:
-    """A copy of a weight without infinities, whose product with a zero of the padding is NaN."""
+def finite(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a weight that is finite in ``dtype``: infinity times a zero around it is NaN."""
     copy = detached(weight).clone()
-    if not is_finite(copy):
+    if not is_finite(copy.to(dtype)):
         raise NotFinite
     return copy
 
@@ -78,16 +79,35 @@ def _fold(node: Node, padded: Node, ends: list[int], constants: set[Node]) -> bo
         return False
     if weight not in constants or not (is_tensor(x) and is_tensor(weight)):
         return False
+    if _is_written_before(node, padded) or _is_empty(value(x)):
+        return False
     padding = _padding(given, ends, value(weight))
     if padding is None or value(x).dim() != value(weight).dim():
         return False
-    if weight.target not in (folded_weight, finite):
+    dtype = value(node).dtype
+    is_checked = weight.target in (folded_weight, finite) and value(weight).dtype == dtype
+    if not is_checked:
         with node.graph.inserting_before(node):
-            plain, weight = weight, node.graph.call_function(finite, (weight,))
+            plain, weight = weight, node.graph.call_function(finite, (weight, dtype))
         weight.meta["example_value"] = value(plain)
         constants.add(weight)
     operators.set_arguments(node, {**given, "input": x, "weight": weight, "padding": padding})
     return True
+
+
+def _is_written_before(node: Node, padded: Node) -> bool:
+    """Whether anything is written between a value and a function that uses it."""
+    between = padded.next
+    while between is not node:
+        if is_writing(between):
+            return True
+        between = between.next
+    return False
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Whether an image has no pixels; torch's convolutions raise then, unless they are padded."""
+    return any(isinstance(size, int) and size == 0 for size in x.shape[2:])
 
 
 def _padding(given: Mapping[str, Any], ends: list[int], weight: Tensor) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ _PURE |= {"float", "str", "abs", "any", "all", "min", "max", "sum", "sorted", "l
 _PURE |= {"set", "frozenset", "dict", "range", "enumerate", "zip", "reversed"}
 """Builtins whose result is fixed if their arguments are."""
 _PURE_METHODS = {"startswith", "endswith", "lower", "upper", "get", "keys", "values", "items"}
+_PURE_METHODS |= {"format", "join", "replace", "strip", "split"}
 _LOOKUPS = {"get", "pop", "setdefault", "__getitem__"}
 _FILLING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 _FILLING |= {"remove", "discard", "pop", "popleft", "popitem", "clear", "sort", "reverse"}
@@ -34,7 +35,8 @@ _LITERALS = (ast.List, ast.Tuple, ast.Dict)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is new in Python 3.11
 _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.Subscript
-_COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict
+_COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.JoinedStr
+_COMPOSED |= ast.FormattedValue
 _NO_CODE = (ast.Global, ast.Nonlocal, ast.Pass)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -337,7 +339,7 @@ class Conditions:
                 is_pure = name in _PURE and name not in self._locals
                 return is_pure and not node.keywords and all(map(self._is_fixed, node.args))
             case ast.Call(func=ast.Attribute(attr=name, value=value)):
-                parts = [value, *node.args]
+                parts = [value, *node.args, *(each.value for each in node.keywords)]
                 return name in _PURE_METHODS and all(map(self._is_fixed, parts))
             case ast.NamedExpr(value=value):
                 return self._is_fixed(value)

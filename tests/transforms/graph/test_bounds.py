@@ -308,3 +308,23 @@ def test_bounds_of_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bounds_of_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Flatten(), nn.Linear(8 * 72, 5000), nn.ReLU())
     assert bounded(model.eval(), torch.randn(2, 3, 9, 8), monkeypatch) == 4
+
+
+NAN = float("nan")
+NAN_MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda x: F.pad(x, (1, 1), value=NAN),
+    "hardtanh": lambda x: F.hardtanh(x, -1.0, NAN),
+    "leaky_relu": lambda x: F.leaky_relu(x, NAN),
+    "cat": lambda x: torch.cat([x, F.leaky_relu(x, NAN)], 2),
+}
+
+
+@pytest.mark.parametrize("name", NAN_MADE)
+def test_nan_that_an_argument_makes(name: str) -> None:
+    model = Activated(nn.Conv2d(3, 8, 1), F.relu)
+    whole = nn.Sequential(Activated(nn.Identity(), NAN_MADE[name]), model).to(memory_format=LAST)
+    ours = Compiled(whole)
+    for _ in range(4):
+        x = images(1, 3, 5, 6)
+        assert whole(x).isnan().any()
+        assert_as_eager(ours, whole, x)

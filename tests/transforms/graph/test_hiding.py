@@ -119,3 +119,27 @@ def test_quotients_that_round_or_convert(name: str) -> None:
     for _ in range(3):
         assert_as_eager(ours, model, images(2, 16, 5, 6))
     assert not ours.is_scripted()
+
+
+@pytest.mark.usefixtures("gradients_off")
+@each_packed_dtype
+def test_signs_of_zeros(dtype: torch.dtype) -> None:
+    """TorchScript takes 0 and -0 for one constant."""
+
+    class Zeros(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            y = (self.conv(x) + 1).sigmoid()
+            return y, x / x.amax(), torch.clamp(x, 0.0, 2.0), F.relu6(x), (-x * 0.0) / (y + 1)
+
+    model = Zeros().to(dtype, memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(4):
+        x = images(2, 16, 5, 6).to(dtype)
+        assert_as_eager(ours, model, x)
+        for actual, expected in zip(ours(x), model(x)):
+            assert torch.equal(actual.signbit(), expected.signbit())
+    assert ours.is_scripted()

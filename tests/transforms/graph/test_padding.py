@@ -103,6 +103,31 @@ def test_a_value_with_other_users_is_still_padded() -> None:
     assert compared(Twice(), 2, 8, 9, 11).counts.paddings == 0
 
 
+def test_an_input_that_is_written_before_it_is_read() -> None:
+    class PreActivated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.conv = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            padded = F.pad(x, [1] * 4)
+            x = self.relu(x)
+            y: Tensor = self.conv(padded) + x
+            return y
+
+    assert compared(PreActivated(), 2, 8, 9, 11).counts.paddings == 0
+
+
+def test_an_image_without_pixels() -> None:
+    """torch's convolutions raise for one, unless a function has padded it."""
+    model = nn.Sequential(nn.ZeroPad2d(1), nn.Conv2d(8, 8, 2))
+    ours = Compiled(model)
+    for _ in range(2):
+        assert_as_eager(ours, model, torch.randn(1, 8, 0, 5))
+
+
 def test_several_convolutions_of_one_value() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -131,4 +156,18 @@ def test_a_weight_that_is_not_finite(number: float) -> None:
         model.conv.weight[3, 2, 0, 0] = number
     for _ in range(4):
         assert_as_eager(ours, model, images(2, 8, 9, 11))
+    assert ours.counts.paddings == 0
+
+
+def test_a_weight_that_autocast_makes_infinite() -> None:
+    model = Padded(lambda x: F.pad(x, [1] * 4), 3)
+    with torch.no_grad():
+        model.conv.weight[3, 2, 0, 0] = 1e5  # the largest number of float16 is 65504
+    model = model.eval().to(memory_format=LAST)
+    ours = Compiled(model)
+    with torch.autocast("cpu", torch.float16):
+        for _ in range(4):
+            x = images(2, 8, 9, 11)
+            assert torch.equal(ours(x).isnan(), model(x).isnan())
+            assert model(x).isnan().any()
     assert ours.counts.paddings == 0

@@ -134,6 +134,30 @@ class Harmless(Block):
         return [torch.flatten(y, 1), *outputs] if names is None else y
 
 
+class ByNames(nn.Module):
+    """Layers that a loop finds by names made of fixed values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(4):
+            setattr(self, f"conv{i}", nn.Conv2d(3, 3, 1))
+            setattr(self, f"norm{i}", nn.BatchNorm2d(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        names, form = ("norm2", "norm3"), "conv{n}"
+        for i in range(2):
+            x = getattr(self, f"norm{i}")(getattr(self, f"conv{i}")(x))
+            x = getattr(self, names[i])(getattr(self, form.format(n=i + 2))(x))
+        return x
+
+
+def test_layers_found_by_names() -> None:
+    model = randomise(ByNames())
+    optimized, report = fold(model)
+    assert len(report.done(CONV)) == 4
+    assert_right(optimized, model, images())
+
+
 class Untraceable(nn.Module):
     """A model that cannot be traced, and that does no more with its children than call them."""
 
