@@ -155,18 +155,19 @@ def _is_of_product(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
 
 
 def _is_quotient_of_tensors(node: Node) -> bool:
+    """Whether a node divides one tensor of its dtype by another."""
     terms = node.args
     return len(terms) == 2 and not node.kwargs and all(_is_alike(each, node) for each in terms)
 
 
 def _is_quotient_by_number(node: Node) -> bool:
-    """Whether torch or oneDNN Graph divides by a number, or torch a number by a tensor."""
+    """Whether a node divides a tensor of its dtype by a number, or a number by such a tensor."""
     if len(node.args) != 2 or node.kwargs:
         return False
     first, second = node.args
     return any(
-        isinstance(number, int | float) and _is_alike(other, node)
-        for number, other in ((first, second), (second, first))
+        isinstance(number, int | float) and _is_alike(tensor, node)
+        for number, tensor in ((first, second), (second, first))
     )
 
 
