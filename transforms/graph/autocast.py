@@ -71,14 +71,14 @@ def _cast(tensor: Node, user: Node, is_kept: bool) -> Node:
 
 def _calls_changed(node: Node, called: str) -> bool:
     """Whether a function consists of others for which autocast has rules."""
-    given = operators.arguments(node)
     match called:
         case "einsum":  # of products of matrices
             return True
         case "pad":  # of reflection_pad1d and others like it
-            return given.get("mode", "constant") not in ("constant", "circular")
+            mode = operators.arguments(node).get("mode", "constant")
+            return mode not in ("constant", "circular")
         case "interpolate":  # of adaptive_avg_pool3d
-            return given.get("mode") == "area"
+            return bool(operators.arguments(node).get("mode") == "area")
     return False
 
 

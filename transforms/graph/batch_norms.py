@@ -17,22 +17,23 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class NotFinite(Exception):
-    """A folded weight or bias is infinite or NaN; the plain ones may be finite."""
+    """A weight or bias that folding needs finite is infinite or NaN."""
 
 
 @operators.own
 def folded_weight(*pair: Any) -> Tensor:
     """The folded weight of a product and the BatchNorm after it, from a PlainPair's fields."""
-    return _finite(folded(PlainPair(*pair))[0], pair[0].dtype)
+    return finite_in(folded(PlainPair(*pair))[0], pair[0].dtype)
 
 
 @operators.own
 def folded_bias(*pair: Any) -> Tensor:
     """The folded bias of a product and the BatchNorm after it, from a PlainPair's fields."""
-    return _finite(folded(PlainPair(*pair))[1], pair[0].dtype)
+    return finite_in(folded(PlainPair(*pair))[1], pair[0].dtype)
 
 
-def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+def finite_in(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in a dtype; raise :class:`NotFinite` if one is infinite or NaN there."""
     result = values.to(dtype)
     if not is_finite(result):
         raise NotFinite

@@ -270,9 +270,4 @@ class _Packing:
         assert self._layouts is not None
         if not _stands_for(user, other, self._layouts):
             return None
-        node = given.node.next
-        while node is not user:
-            if is_writing(node):
-                return None
-            node = node.next
-        return other
+        return None if operators.is_written_between(given.node, user) else other

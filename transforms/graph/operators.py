@@ -311,6 +311,16 @@ def is_writing(node: Node) -> bool:
     return any(True for _ in written(node))
 
 
+def is_written_between(first: Node, last: Node) -> bool:
+    """Whether a node after ``first`` and before ``last`` may write into a tensor."""
+    node = first.next
+    while node is not last:
+        if is_writing(node):
+            return True
+        node = node.next
+    return False
+
+
 def written(node: Node) -> Iterator[Node]:
     """The inputs of a node into which it may write."""
     if not node.op.startswith("call") or is_context(node):

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from transforms.graph import operators
-from transforms.graph.batch_norms import NotFinite, folded_weight
-from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, is_writing, value
-from transforms.rewrites.finite import is_finite
+from transforms.graph.batch_norms import finite_in, folded_weight
+from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, value
 from transforms.rewrites.geometry import expanded, may_see_only_padding
 from transforms.rewrites.watched_parameter import detached
 
@@ -21,8 +20,7 @@ from transforms.rewrites.watched_parameter import detached
 def finite(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of a weight that is finite in ``dtype``: infinity times a zero around it is NaN."""
     copy = detached(weight).clone()
-    if not is_finite(copy.to(dtype)):
-        raise NotFinite
+    finite_in(copy, dtype)
     return copy
 
 
@@ -79,7 +77,7 @@ def _fold(node: Node, padded: Node, ends: list[int], constants: set[Node]) -> bo
         return False
     if weight not in constants or not (is_tensor(x) and is_tensor(weight)):
         return False
-    if _is_written_before(node, padded) or _is_empty(value(x)):
+    if operators.is_written_between(padded, node) or _is_empty(value(x)):
         return False
     padding = _padding(given, ends, value(weight))
     if padding is None or value(x).dim() != value(weight).dim():
@@ -93,16 +91,6 @@ def _fold(node: Node, padded: Node, ends: list[int], constants: set[Node]) -> bo
         constants.add(weight)
     operators.set_arguments(node, {**given, "input": x, "weight": weight, "padding": padding})
     return True
-
-
-def _is_written_before(node: Node, padded: Node) -> bool:
-    """Whether anything is written between a value and a function that uses it."""
-    between = padded.next
-    while between is not node:
-        if is_writing(between):
-            return True
-        between = between.next
-    return False
 
 
 def _is_empty(x: Tensor) -> bool:

@@ -34,6 +34,7 @@ _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _LITERALS = (ast.List, ast.Tuple, ast.Dict)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 _TRY = (ast.Try, getattr(ast, "TryStar", ast.Try))  # except* is new in Python 3.11
+_WITH = (ast.With, ast.AsyncWith)
 _COMPOSED = ast.BoolOp | ast.BinOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.Subscript
 _COMPOSED |= ast.Slice | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.JoinedStr
 _COMPOSED |= ast.FormattedValue
@@ -267,7 +268,7 @@ class Conditions:
         if isinstance(node, _TRY):
             passes_on = all(_only_raises(handler.body) for handler in node.handlers)
             return not passes_on or any(map(_may_swallow, node.finalbody))
-        if isinstance(node, ast.With | ast.AsyncWith):
+        if isinstance(node, _WITH):
             return not all(self._is_passed_on(item.context_expr) for item in node.items)
         return isinstance(node, ast.Match) and not self._is_fixed(node.subject)
 
@@ -284,7 +285,7 @@ class Conditions:
                 yield node.lineno
                 if isinstance(node, ast.If | ast.While | ast.For):
                     yield from _span(_decider(node))
-                elif isinstance(node, (*_TRY, ast.With, ast.AsyncWith)):
+                elif isinstance(node, _TRY + _WITH):
                     for statement in node.body:
                         yield from _span(statement)
             elif isinstance(node, ast.comprehension) and not self._is_fixed(node.iter):

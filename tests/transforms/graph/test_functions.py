@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.transforms.graph.helpers import LAST, Compiled, assert_as_eager, images
+from tests.transforms.graph.helpers import Compiled, agreeing, assert_as_eager, images
 from transforms.graph import operators
 
 pytestmark = pytest.mark.usefixtures("gradients_off")
@@ -77,10 +77,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", {**FRESH, **VIEWS})
 def test_function(name: str) -> None:
     """It computes the same, and runs in C++: it is known, and neither writes nor draws numbers."""
-    model = Between({**FRESH, **VIEWS}[name]).to(memory_format=LAST)
-    ours = Compiled(model)
-    for _ in range(4):
-        assert_as_eager(ours, model, images(2, 16, 7, 8))
+    ours = agreeing(Between({**FRESH, **VIEWS}[name]), 2, 16, 7, 8)
     assert ours.is_scripted()
 
 
@@ -118,10 +115,7 @@ def test_weights_that_forward_standardizes_are_constants() -> None:
             return F.conv2d(x, weight.reshape_as(self.weight), self.bias, self.stride, self.padding)
 
     model = nn.Sequential(Standardized(16, 16, 3, padding=1), nn.ReLU(), Standardized(16, 24, 1))
-    model = model.to(memory_format=LAST)
-    ours = Compiled(model)
-    for _ in range(4):
-        assert_as_eager(ours, model, images(2, 16, 7, 8))
+    ours = agreeing(model, 2, 16, 7, 8)
     assert ours.counts.packed == 2
     assert ours.is_scripted()
     with torch.no_grad():

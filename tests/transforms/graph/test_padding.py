@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.transforms.graph.helpers import LAST, Compiled, assert_as_eager, images
+from tests.transforms.graph.helpers import LAST, Compiled, agreeing, assert_as_eager, images
 from tests.transforms.helpers import needs_bfloat16_products, randomise
 
 pytestmark = pytest.mark.usefixtures("gradients_off")
@@ -27,15 +27,6 @@ class Padded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(self.conv(self.pad(x))).relu()
         return y
-
-
-def compared(model: nn.Module, *shape: int) -> Compiled:
-    """A compiled model that agreed with eager."""
-    model = randomise(model).to(memory_format=LAST)
-    ours = Compiled(model)
-    for _ in range(4):
-        assert_as_eager(ours, model, images(*shape))
-    return ours
 
 
 FOLDED: dict[str, tuple[Callable[[Tensor], Tensor], Sequence[Any], dict[str, Any]]] = {
@@ -66,7 +57,7 @@ LEFT: dict[str, tuple[Callable[[Tensor], Tensor], Sequence[Any], dict[str, Any]]
 @pytest.mark.parametrize("name", FOLDED)
 def test_folded(name: str) -> None:
     pad, args, kwargs = FOLDED[name]
-    ours = compared(Padded(pad, *args, **kwargs), 2, 8, 9, 11)
+    ours = agreeing(randomise(Padded(pad, *args, **kwargs)), 2, 8, 9, 11)
     assert ours.counts.paddings == (2 if name == "twice" else 1)
     assert ours.counts.folded == ours.counts.packed == 1
     assert ours.is_scripted()
@@ -75,7 +66,7 @@ def test_folded(name: str) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_left(name: str) -> None:
     pad, args, kwargs = LEFT[name]
-    assert compared(Padded(pad, *args, **kwargs), 2, 8, 9, 11).counts.paddings == 0
+    assert agreeing(randomise(Padded(pad, *args, **kwargs)), 2, 8, 9, 11).counts.paddings == 0
 
 
 @needs_bfloat16_products
@@ -100,7 +91,7 @@ def test_a_value_with_other_users_is_still_padded() -> None:
             x = F.pad(x, [1] * 4)
             return self.conv(x), x * 2
 
-    assert compared(Twice(), 2, 8, 9, 11).counts.paddings == 0
+    assert agreeing(randomise(Twice()), 2, 8, 9, 11).counts.paddings == 0
 
 
 def test_an_input_that_is_written_before_it_is_read() -> None:
@@ -117,7 +108,7 @@ def test_an_input_that_is_written_before_it_is_read() -> None:
             y: Tensor = self.conv(padded) + x
             return y
 
-    assert compared(PreActivated(), 2, 8, 9, 11).counts.paddings == 0
+    assert agreeing(randomise(PreActivated()), 2, 8, 9, 11).counts.paddings == 0
 
 
 def test_an_image_without_pixels() -> None:
@@ -138,7 +129,7 @@ def test_several_convolutions_of_one_value() -> None:
             x = F.pad(x, [1] * 4)
             return self.first(x), self.second(x)
 
-    ours = compared(Branches(), 2, 8, 9, 11)
+    ours = agreeing(randomise(Branches()), 2, 8, 9, 11)
     assert ours.counts.paddings == 1
     assert ours.counts.packed == 2
 
