@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import operator
 import textwrap
 import types
 import warnings
@@ -27,6 +28,10 @@ _PURE |= {"set", "frozenset", "dict", "range", "enumerate", "zip", "reversed"}
 _PURE_METHODS = {"startswith", "endswith", "lower", "upper", "get", "keys", "values", "items"}
 _PURE_METHODS |= {"format", "join", "replace", "strip", "split"}
 _LOOKUPS = {"get", "pop", "setdefault", "__getitem__"}
+_VARIABLES = {"globals", "locals", "vars"}
+_EVALUATING = {"eval", "exec"}
+_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_ORDERING = {"sorted", "min", "max"}
 _FILLING = {"append", "appendleft", "extend", "insert", "add", "update", "setdefault"}
 _FILLING |= {"remove", "discard", "pop", "popleft", "popitem", "clear", "sort", "reverse"}
 """Methods that change what their object contains. So do those of a tensor that end in _."""
@@ -220,6 +225,7 @@ class Conditions:
     def _arms(self, node: ast.AST) -> Sequence[ast.AST]:
         """The parts of an expression that depend on an open condition."""
         parts: Sequence[ast.AST] = [node]
+        tests: Sequence[ast.AST]
         match node:
             case ast.IfExp():
                 parts, tests = [node.body, node.orelse], [node.test]
@@ -229,16 +235,45 @@ class Conditions:
                 tests = [test for each in node.generators for test in each.ifs]
             case ast.Subscript(value=table) if self._is_table(table):
                 tests = [node.slice]
-            case ast.Call(func=ast.Attribute(attr=name, value=table)) if name in _LOOKUPS:
-                tests = node.args if self._is_table(table) else []
-            case ast.Call(func=ast.Name(id="getattr"), args=[_, name, *_]):
-                tests = [name]
+            case ast.Subscript(value=table) if _has_variables(table):
+                parts, tests = [self._called_with(node)], [node.slice]
+            case ast.Call(func=ast.Attribute(attr=name, value=table)) if (
+                name in _LOOKUPS and self._is_table(table)
+            ):
+                tests = node.args
+            case ast.Call():
+                parts, tests = [self._called_with(node)], self._names(node)
             case ast.If() | ast.While() | ast.For():
                 parts = [s for s in (*node.body, *node.orelse) if s.lineno == node.lineno]
                 tests = [_decider(node)]
             case _:
                 return []
         return [] if all(map(self._is_fixed, tests)) else parts
+
+    def _called_with(self, lookup: ast.expr) -> ast.expr:
+        """The call of what a lookup finds, whose arguments may be modules."""
+        user = self._source.parents[lookup]
+        while isinstance(user, ast.Call) and user.func is lookup:
+            lookup, user = user, self._source.parents[user]
+        return lookup
+
+    def _names(self, call: ast.Call) -> Sequence[ast.AST]:
+        """The arguments by which a call finds a value, as ``getattr`` finds an attribute."""
+        match call.func:
+            case ast.Name(id="getattr"):
+                return call.args[1:2]
+            case ast.Attribute(attr="__getattribute__"):
+                return call.args[-1:]
+            case ast.Name(id=name) if name in _EVALUATING:
+                return [call]  # its text may hold any condition
+            case ast.Name(id=name) if name in _ORDERING:
+                return [each.value for each in call.keywords]
+            case ast.Attribute(value=table) if _has_variables(table):
+                return call.args
+        function = self._global_value(call.func)
+        if function is operator.getitem:
+            return call.args[1:]
+        return call.args if any(function is getter for getter in _GETTERS) else []
 
     def _is_table(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Name) and any(map(self._is_bound_to_table, self._bindings(node))):
@@ -396,6 +431,14 @@ def _may_change(value: object) -> bool:
     if isinstance(value, tuple):
         return any(map(_may_change, value))
     return isinstance(value, MutableSet | nn.Module) or hasattr(type(value), "__setitem__")
+
+
+def _has_variables(node: ast.AST) -> bool:
+    """Whether it is the dict of all variables of a function, file or object."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _VARIABLES
+    return False
 
 
 def _parameters(tree: ast.AST) -> list[str]:

@@ -6,6 +6,7 @@ torch.fx finds every attribute in a traced value, so ``hasattr`` is true while a
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,14 @@ from tests.transforms.models import Block
 def _ignores_errors() -> Iterator[None]:
     with contextlib.suppress(AttributeError):
         yield
+
+
+def _plain(block: Block, x: Any) -> Any:
+    return block.conv(x)
+
+
+def _both(block: Block, x: Any) -> Any:
+    return block.norm(block.conv(x))
 
 
 class Chooses(Block):
@@ -64,6 +73,45 @@ class Chooses(Block):
     def by_name_in_a_variable(self, x: Any) -> Any:
         name = f"{'_both' if hasattr(x, 'tensors') else '_plain'}"
         return getattr(self, name)(x)
+
+    def by_name_through_the_class(self, x: Any) -> Any:
+        name = ["_plain", "_both"][hasattr(x, "tensors")]
+        return object.__getattribute__(self, name)(x)
+
+    def by_name_with_attrgetter(self, x: Any) -> Any:
+        name = ["_plain", "_both"][hasattr(x, "tensors")]
+        return operator.attrgetter(name)(self)(x)
+
+    def by_name_with_methodcaller(self, x: Any) -> Any:
+        name = "_both" if hasattr(x, "tensors") else "_plain"
+        return operator.methodcaller(name, x)(self)
+
+    def by_name_in_globals(self, x: Any) -> Any:
+        name = ["_plain", "_both"][hasattr(x, "tensors")]
+        return globals()[name](self, x)
+
+    def by_name_in_globals_by_get(self, x: Any) -> Any:
+        name = "_both" if hasattr(x, "tensors") else "_plain"
+        return globals().get(name)(self, x)
+
+    def by_index_with_getitem(self, x: Any) -> Any:
+        ways = [self._plain, self._both]
+        return operator.getitem(ways, hasattr(x, "tensors"))(x)
+
+    def by_index_with_itemgetter(self, x: Any) -> Any:
+        ways = [self._plain, self._both]
+        return operator.itemgetter(hasattr(x, "tensors"))(ways)(x)
+
+    def evaluated(self, x: Any) -> Any:
+        return eval("self._both(x) if hasattr(x, 'tensors') else self._plain(x)")
+
+    def the_largest(self, x: Any) -> Any:
+        ways = [self._plain, self._both]
+        return max(ways, key=lambda way: (way == self._both) == hasattr(x, "tensors"))(x)
+
+    def the_first_in_order(self, x: Any) -> Any:
+        ways = sorted([0, 1], key=lambda way: way != hasattr(x, "tensors"))
+        return (self._plain, self._both)[ways[0]](x)
 
     def if_not_suppressed(self, x: Any) -> Any:
         with contextlib.suppress(AttributeError):
