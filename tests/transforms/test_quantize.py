@@ -36,7 +36,7 @@ def network() -> nn.Sequential:
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
         nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding="same"),
+        nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
@@ -71,7 +71,7 @@ class TestStatic:
         ]  # fmt: skip
         report = transforms.report(ours)
         assert names(report.done(KNOB)) == {"0", "7", "9"}
-        assert report.left(KNOB)[0].what.startswith("has padding='same'")
+        assert report.left(KNOB)[0].what.startswith("has padding_mode='reflect'")
         assert names(report.done("conv_bn_folding")) == {"1"}
         found = [entry.error for entry in report.done(KNOB)]
         assert all(error is not None and 0 < error < 0.05 for error in found)

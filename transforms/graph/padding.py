@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from transforms.graph import operators
 from transforms.graph.batch_norms import finite_in, folded_weight
 from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, value
-from transforms.rewrites.geometry import expanded, may_see_only_padding
+from transforms.rewrites.geometry import expanded, may_see_only_padding, named_padding
 from transforms.rewrites.watched_parameter import detached
 
 
@@ -31,13 +31,8 @@ def number_paddings(graph: Graph) -> None:
         named, weight = given.get("padding"), given.get("weight")
         if not isinstance(named, str) or not is_tensor(weight):
             continue
-        taps = value(weight).shape[2:]
-        dilation = expanded(given.get("dilation", 1), len(taps))
-        if dilation is None:
-            continue
-        both = [d * (n - 1) if named == "same" else 0 for d, n in zip(dilation, taps)]
-        if all(isinstance(each, int) and each % 2 == 0 for each in both):
-            padding = tuple(each // 2 for each in both)
+        padding = named_padding(named, value(weight).shape[2:], given.get("dilation", 1))
+        if padding is not None:
             operators.set_arguments(node, {**given, "padding": padding})
 
 

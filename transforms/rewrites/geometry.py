@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,25 @@ def all_expanded(count: int, *given: Any) -> tuple[tuple[int, ...], ...] | None:
             found = [expanded(each, count) for each in given]
             return None if None in found else tuple(each for each in found if each is not None)
     return given
+
+
+def named_padding(name: str, taps: Sequence[int], dilation: Any) -> tuple[int, ...] | None:
+    """The numbers for which ``"same"`` or ``"valid"`` stands; None if two ends' numbers differ."""
+    steps = expanded(dilation, len(taps))
+    if steps is None:
+        return None
+    both = [step * (n - 1) if name == "same" else 0 for step, n in zip(steps, taps)]
+    if not all(isinstance(each, int) and each % 2 == 0 for each in both):
+        return None
+    return tuple(each // 2 for each in both)
+
+
+def padding_of(module: Any) -> Any:
+    """A convolution's padding, as numbers if there are such."""
+    padding = module.padding
+    if isinstance(padding, str):
+        return named_padding(padding, module.weight.shape[2:], module.dilation) or padding
+    return padding
 
 
 OBJECTION = "has rows of padding alone for some inputs, for which oneDNN may crash"
@@ -54,8 +74,8 @@ def objection(module: Any) -> str | None:
     """Why oneDNN's operators cannot compute a module with its padding; None if they can."""
     if may_crash(module):
         return OBJECTION
-    if isinstance(getattr(module, "padding", None), str):
-        return f"has padding={module.padding!r}: give it as numbers"
+    if hasattr(module, "padding") and isinstance(padding_of(module), str):
+        return f"has padding={module.padding!r}, which pads two ends by different numbers"
     if getattr(module, "padding_mode", "zeros") != "zeros":
         return f"has padding_mode={module.padding_mode!r}"
     return None

@@ -29,7 +29,7 @@ from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
 from transforms.rewrites.finite import is_finite
 from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
-from transforms.rewrites.geometry import all_expanded
+from transforms.rewrites.geometry import all_expanded, padding_of
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
 from transforms.rewrites.packed_copy import are_sources, can_follow
 from transforms.rewrites.watched_parameter import detached, state, unwatch_all
@@ -230,9 +230,9 @@ def _state(params: Sequence[Tensor]) -> tuple[object, ...]:
 
 
 def _geometry(module: Any) -> Geometry | None:
-    """The geometry; None for padding by name."""
+    """The geometry; None for padding that differs between two ends."""
     count = module.weight.dim() - 2
-    found = all_expanded(count, module.stride, module.padding, module.dilation)
+    found = all_expanded(count, module.stride, padding_of(module), module.dilation)
     if found is None:
         return None
     stride, padding, dilation = found

@@ -25,7 +25,7 @@ from fusedoptim._torch_private import (
     is_plain_execution,
 )
 from transforms.rewrites.fused_activation import mark_activated, mark_free, may_apply
-from transforms.rewrites.geometry import all_expanded
+from transforms.rewrites.geometry import all_expanded, padding_of
 from transforms.rewrites.packed_copy import Geometry, Pack, Packed
 from transforms.rewrites.post_ops import NO_OP, PostOp, post_op
 from transforms.rewrites.schemas import changed
@@ -304,7 +304,7 @@ class _PackedForward(_PackedConvolution):
     _dimensions: ClassVar[int]
 
     def _geometry(self: Any) -> Geometry | None:
-        found = all_expanded(self._dimensions, self.padding, self.stride, self.dilation)
+        found = all_expanded(self._dimensions, padding_of(self), self.stride, self.dilation)
         return None if found is None else (*found, self.groups)
 
     def _plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
@@ -343,7 +343,7 @@ class PackedConv1d(_PackedForward, nn.Conv1d):
         return super()._pays(x.unsqueeze(2), weight.unsqueeze(2), bias)
 
     def _geometry(self) -> Geometry | None:
-        found = all_expanded(1, self.padding, self.stride, self.dilation)
+        found = all_expanded(1, padding_of(self), self.stride, self.dilation)
         if found is None:
             return None
         padding, stride, dilation = found

@@ -63,10 +63,9 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "conv2d-groups": lambda: images(nn.Conv2d(12, 18, 3, groups=3, bias=False), 1, 12, 9, 9),
     "conv2d-depthwise": lambda: images(nn.Conv2d(33, 33, 5, padding=2, groups=33), 1, 33, 9, 9),
     "conv2d-pointwise": lambda: images(nn.Conv2d(31, 65, 1), 1, 31, 7, 7),
-    "conv2d-same": lambda: images(nn.Conv2d(3, 5, 4, padding="same"), 1, 3, 9, 9),
-    "conv2d-reflect": lambda: images(
-        nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect"), 1, 3, 9, 9
-    ),
+    "conv2d-same": lambda: images(nn.Conv2d(3, 5, (3, 5), padding="same"), 2, 3, 9, 9),
+    "conv2d-same-uneven": lambda: images(nn.Conv2d(3, 5, 4, padding="same"), 1, 3, 9, 9),
+    "conv2d-reflect": lambda: images(nn.Conv2d(3, 5, 3, 1, 1, padding_mode="reflect"), 1, 3, 9, 9),
     "conv3d": lambda: images(nn.Conv3d(3, 5, 3, padding=1), 1, 3, 5, 6, 7),
     "transposed": lambda: images(nn.ConvTranspose2d(6, 4, 3, 2, 1, 1), 2, 6, 5, 7),
     "transposed-padded": lambda: images(
@@ -130,9 +129,10 @@ def is_packed(model: nn.Module, x: Tensor) -> bool:
         return f"mkldnn::{name}" in operators_called(lambda: model(x))
 
 
-@pytest.mark.parametrize(
-    "case", ["linear", "linear-4d", "conv1d", "conv1d-depthwise", "conv2d", "conv2d-depthwise"]
-)
+LARGE = ["linear", "linear-4d", "conv1d", "conv1d-depthwise", "conv2d", "conv2d-depthwise"]
+
+
+@pytest.mark.parametrize("case", [*LARGE, "conv2d-same"])
 def test_uses_the_packed_weight(case: str) -> None:
     model, x = CASES[case]()
     assert is_packed(optimized(model), x)

@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "conv": (lambda: nn.Conv2d(3, 8, 3, padding=1), (2, 3, 9, 9)),
     "conv 1x1, no bias": (lambda: nn.Conv2d(16, 5, 1, bias=False), (2, 16, 5, 7)),
     "conv, strided and dilated": (lambda: nn.Conv2d(5, 7, 3, 2, 2, 2), (2, 5, 11, 8)),
-    "conv in groups": (lambda: nn.Conv2d(6, 9, (3, 1), groups=3), (1, 6, 7, 5)),
+    "conv in groups": (lambda: nn.Conv2d(6, 9, (3, 1), 1, "same", (2, 1), 3), (1, 6, 7, 5)),
     "conv, depthwise": (lambda: nn.Conv2d(19, 19, 3, groups=19), (2, 19, 8, 8)),
     "conv1d": (lambda: nn.Conv1d(5, 7, 3, padding=2), (3, 5, 21)),
     "conv3d": (lambda: nn.Conv3d(4, 6, 3, padding=1), (2, 4, 5, 6, 7)),
@@ -262,9 +262,9 @@ def test_outputs_that_see_only_padding(layer: Callable[[], Any]) -> None:
     assert is_quantized(result[2])
 
 
-def test_padding_by_name_is_torchs() -> None:
-    plain, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
-    layer = quantized(plain, x)
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+def test_uneven_padding_is_torchs() -> None:
+    layer = quantized(plain := nn.Conv2d(3, 4, 4), x := torch.randn(2, 3, 8, 8))
     layer.padding = plain.padding = "same"
     with torch.no_grad():
         torch.testing.assert_close(layer(x), plain(x))  # with weights in other layouts
