@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from benchmarks import _fresh
+from benchmarks._command import positive
 from benchmarks._output import Table, format_seconds
 
 
@@ -28,7 +29,9 @@ def parser(module: str, description: str | None, packages: Mapping[str, str], ro
     """A parser with ``--rounds`` and with an option for each package."""
     result = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     result.formatter_class = argparse.RawDescriptionHelpFormatter
-    result.add_argument("--rounds", type=int, default=rounds, help="processes of each optimizer")
+    result.add_argument(
+        "--rounds", type=positive, default=rounds, help="processes of each optimizer"
+    )
     for option, package in packages.items():
         help_text = f"of an environment with {package}, to measure it too"
         result.add_argument(f"--{option}", metavar="PYTHON", help=help_text)

@@ -52,9 +52,19 @@ def run(name: str, description: str | None, workloads: Mapping[str, Measure]) ->
         _output.save(name, reports)
 
 
+def positive(text: str) -> int:
+    """The number of an option that must be at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every benchmark has."""
     parser.add_argument(
-        "--rounds", type=int, help="rounds of each workload; the default depends on the workload"
+        "--rounds",
+        type=positive,
+        help="rounds of each workload; the default depends on the workload",
     )
     parser.add_argument("--save", action="store_true", help="append to benchmarks/results/")

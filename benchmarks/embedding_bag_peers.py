@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import _fresh, _output
+from benchmarks._command import positive
 from benchmarks._embedding_bags import WORKLOADS
 from benchmarks._output import Table
 
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--fbgemm", metavar="PYTHON", help="of an environment with fbgemm-gpu-cpu")
     parser.add_argument("--ipex", metavar="PYTHON", help="of an environment with IPEX 2.8")
     parser.add_argument("--processes", type=int, default=2, help="of each")
-    parser.add_argument("--rounds", type=int, default=_ROUNDS, help="of each process")
+    parser.add_argument("--rounds", type=positive, default=_ROUNDS, help="of each process")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeatable")
     args = parser.parse_args()
     _output.print_machine()

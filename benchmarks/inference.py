@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import _fresh, _output
+from benchmarks._command import positive
 from benchmarks._inference import CONFIGURATIONS, DTYPES, EAGER, PEERS, WORKLOADS
 from benchmarks._output import RESULTS, Table, format_seconds
 
@@ -173,7 +174,9 @@ def optimize(rounds: int) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each configuration")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="processes of each configuration"
+    )
     parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
     parser.add_argument("--model", action="append", choices=WORKLOADS, help="repeatable")
     parser.add_argument("--batch", action="append", type=int, help="those of the model by default")

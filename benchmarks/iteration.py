@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import _fresh, _output
+from benchmarks._command import positive
 from benchmarks._output import RESULTS, Table
 from benchmarks._training import CONFIGURATIONS, IPEX, WORKLOADS, Record
 
@@ -126,7 +127,9 @@ def save(model: str, records: Records) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.iteration", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each configuration")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="processes of each configuration"
+    )
     parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
     parser.add_argument("--model", action="append", choices=WORKLOADS, help="repeatable")
     parser.add_argument("--configuration", action="append", choices=CONFIGURATIONS)

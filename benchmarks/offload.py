@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from benchmarks import _offload_check, _output
+from benchmarks._command import positive
 from benchmarks._offload import BF16, SIZES, Counted, new_model
 from benchmarks._output import Table
 from fusedoptim import FusedAdamW
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare bits; measure nothing")
     parser.add_argument("--size", action="append", choices=SIZES, help="repeatable")
     parser.add_argument("--contender", action="append", choices=CONTENDERS, help="repeatable")
-    parser.add_argument("--rounds", type=int, default=10, help="iterations of each contender")
+    parser.add_argument("--rounds", type=positive, default=10, help="iterations of each contender")
     parser.add_argument("--device", help="by default the accelerator")
     args = parser.parse_args()
     device = torch.device(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import _harness, _output
+from benchmarks._command import positive
 from benchmarks._harness import Contender, Report, Timing
 from benchmarks._shapes import MODELS
 from benchmarks._workloads import (
@@ -124,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", metavar="FOLDER", type=Path)
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds", type=positive)
     parser.add_argument("--optimizer", action="append", choices=_OPTIMIZERS)
     parser.add_argument("--workload", action="append", choices=_WORKLOADS)
     args = parser.parse_args()

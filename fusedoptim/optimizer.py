@@ -221,9 +221,9 @@ class FusedOptimizer(UpdateDefinition):
     def _check_options(self, group: Group) -> None:
         """Raise if ``group`` asks for an implementation of the step other than the fused one."""
         peers = [cls for cls in type(self).__mro__ if cls.__module__.startswith("torch.optim.")]
-        instead = f"use torch.optim.{peers[0].__name__} for that"
-        if peers[0] is Optimizer:
-            instead = "omit the option"
+        instead = "omit the option"
+        if peers[0] is not Optimizer:
+            instead += f", or use plain torch.optim.{peers[0].__name__}"
         check_options(type(self).__name__, group, instead)
 
     def add_param_group(self, param_group: Group) -> None:

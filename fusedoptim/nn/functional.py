@@ -120,6 +120,9 @@ def cross_entropy(
         and input.shape[-1] >= MIN_CLASSES
         and isinstance(label_smoothing, (int, float))
         and 0 <= label_smoothing <= 1
+        and isinstance(ignore_index, int)
+        and not isinstance(ignore_index, bool)
+        and -(2**63) <= ignore_index < 2**63
         and reduction in _REDUCTIONS
         and is_ours(input)
     )

@@ -46,6 +46,16 @@ def as_integer(function: str, name: str, value: Any) -> int:
         ) from None
 
 
+def as_int64(function: str, name: str, value: Any) -> int:
+    """An integer that int64 holds, as an int; a bool is none, as in torch's functions."""
+    if isinstance(value, bool):
+        raise TypeError(f"{function}: {name}={value!r} is of type bool; pass an integer")
+    number = as_integer(function, name, value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{function}: {name}={value!r} is not an int64; pass a smaller number")
+    return number
+
+
 def check_bool(function: str, name: str, value: Any) -> None:
     """Raise TypeError for anything but a bool, such as 1, as torch's functions do."""
     if not isinstance(value, bool):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedoptim.launch.devices import is_on_host
-from fusedoptim.ops._arguments import check_constant
+from fusedoptim.ops._arguments import as_int64, check_constant
 from fusedoptim.ops._launching import ARITHMETIC_OF, DTYPE_NAMES, VARIANT_OF, launch_rows
 from fusedoptim.ops._registering import directly, register, register_without_gradient
 
@@ -40,9 +40,10 @@ def cross_entropy(
         float64 for float64 logits. Only the first has a gradient.
 
     Raises:
-        TypeError: logits have a dtype that no kernel computes with, targets are not int64, or
-            label_smoothing is a tensor that requires grad.
-        ValueError: a shape or device does not fit, or label_smoothing is not between 0 and 1.
+        TypeError: logits have a dtype that no kernel computes with, targets are not int64,
+            ignore_index is not an integer, or label_smoothing is a tensor that requires grad.
+        ValueError: a shape or device does not fit, label_smoothing is not between 0 and 1, or
+            ignore_index is not an int64.
         IndexError: on the CPU, a target is not a class. On a GPU its loss is NaN.
 
     Example:
@@ -54,7 +55,8 @@ def cross_entropy(
     Semantics: ``torch.nn.functional.cross_entropy`` of torch 2.13 with ``reduction="none"``.
     """
     check_constant("cross_entropy", "label_smoothing", label_smoothing)
-    loss, log_sum = _cross_entropy(logits, target, label_smoothing, ignore_index)
+    ignored = as_int64("cross_entropy", "ignore_index", ignore_index)
+    loss, log_sum = _cross_entropy(logits, target, label_smoothing, ignored)
     return loss, log_sum
 
 

@@ -7,7 +7,7 @@ little of the map. docs/design/detection.md says what that costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedoptim.allocator import current_pool
 from fusedoptim.launch.block import row_addresses
 from fusedoptim.launch.devices import queue_of
-from fusedoptim.ops._arguments import as_integer, as_real, check_constant, check_tensors
+from fusedoptim.ops._arguments import as_integer, as_real, check_bool, check_constant, check_tensors
 from fusedoptim.ops._autocast import autocast
 from fusedoptim.ops._launching import DTYPE_NAMES, VARIANT_OF, launch_table
 from fusedoptim.ops._registering import register
@@ -38,7 +38,7 @@ __all__ = ["roi_align"]
 
 def roi_align(
     input: Tensor,  # noqa: A002 (torchvision's name)
-    boxes: Tensor | Sequence[Tensor],
+    boxes: Tensor | Iterable[Tensor],
     output_size: int | Sequence[int],
     spatial_scale: float = 1.0,
     sampling_ratio: int = -1,
@@ -69,8 +69,9 @@ def roi_align(
         have no samples and are 0.
 
     Raises:
-        TypeError: a dtype is not one of these, output_size or sampling_ratio is not an integer, or
-            spatial_scale is not a number, or is a tensor that requires grad.
+        TypeError: a dtype is not one of these, output_size or sampling_ratio is not an integer,
+            aligned is not a bool, or spatial_scale is not a number, or is a tensor that requires
+            grad.
         ValueError: a shape does not fit, or a box is not finite and ``sampling_ratio`` is positive.
             Or a bin would have more than 1,048,576 samples in one direction, by ``sampling_ratio``
             or because a box is so large: their number is the time that a call takes, and no map has
@@ -91,10 +92,16 @@ def roi_align(
     check_constant("roi_align", "spatial_scale", spatial_scale)
     scale = as_real("roi_align", "spatial_scale", spatial_scale)
     ratio = as_integer("roi_align", "sampling_ratio", sampling_ratio)
+    check_bool("roi_align", "aligned", aligned)
     if isinstance(boxes, Tensor):
         rois = autocast(boxes, torch.float32)
+    elif isinstance(boxes, Iterable):
+        rois = _joined(list(boxes), input.dtype)
     else:
-        rois = _joined(boxes, input.dtype)
+        raise TypeError(
+            f"roi_align: boxes are of type {type(boxes).__name__}; pass a tensor of (K, 5), or one "
+            "of (L, 4) for each map"
+        )
     result: Tensor = _roi_align(input, rois, scale, height, width, ratio, aligned)
     return result
 
@@ -107,7 +114,7 @@ def _pair(output_size: int | Sequence[int]) -> tuple[int, int]:
     return height, width
 
 
-def _joined(boxes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _joined(boxes: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Boxes of several maps of a dtype, each with the index of its map."""
     check_tensors("roi_align", **{f"boxes[{k}]": of_map for k, of_map in enumerate(boxes)})
     for k, of_map in enumerate(boxes):
@@ -118,7 +125,7 @@ def _joined(boxes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
             )
     if not boxes:
         raise ValueError("roi_align: boxes is an empty list; pass a tensor of (L, 4) for each map")
-    corners = autocast(torch.cat(list(boxes)), torch.float32)
+    corners = autocast(torch.cat(boxes), torch.float32)
     if corners.dtype == dtype and dtype.itemsize == 2:
         corners = corners.float()  # 16 bits cannot tell all maps apart, bfloat16 only 257
     kind = corners.dtype

@@ -98,4 +98,7 @@ def _check_training(dtype: torch.dtype | None, chosen: Mapping[str, bool]) -> No
             "or train in float32 under torch.autocast"
         )
     if not chosen[FUSE_STEP]:
-        raise ValueError(f"{SPLIT} needs {FUSE_STEP}=True: only our step updates both halves")
+        raise ValueError(
+            f"dtype=torch.bfloat16 needs {FUSE_STEP}=True: only our step updates split weights; or "
+            "omit dtype, and train in float32 or under torch.autocast"
+        )

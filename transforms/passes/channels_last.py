@@ -167,7 +167,7 @@ def _no_gain(model: nn.Module) -> str | None:
     device = next(model.parameters()).device.type
     if device != "cpu":
         return f"not known to be faster on {device}; auto_channels_last=True applies it anyway"
-    for cls in {type(module) for module in model.modules()}:
+    for cls in dict.fromkeys(map(type, model.modules())):
         if used := sorted(names_used(cls) & _READS_STRIDES):
             return (
                 f"{cls.__name__}.forward uses {used[0]}, which depends on the layout; "

@@ -16,7 +16,6 @@ from transforms.reports import Entry
 from transforms.rewrites import fused_step
 from transforms.rewrites.lamb_adapters import AdaptedLamb
 
-_INSTEAD = "or keep its own step with fuse_update_step=False"
 # Constructors, which have already run, texts, and attributes that every class has.
 _HARMLESS = {"__init__", "__repr__", "__str__", *vars(type("_", (), {"__annotations__": {}}))} | {
     *("__slots__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl"),
@@ -44,9 +43,10 @@ class FuseStep(Pass):
                     f"dtype=torch.bfloat16 needs a fused step: {error}; or omit dtype, and train "
                     "in float32 or under torch.autocast"
                 ) from error
+            told = f"{error}; or keep its own step with fuse_update_step=False"
             if FUSE_STEP in job.options.explicit:
-                raise
-            return [Entry("optimizer", str(error), done=False)]
+                raise type(error)(told) from error
+            return [Entry("optimizer", told, done=False)]
 
     def undo(self, model: object, optimizer: Optimizer | None) -> None:
         """Restore the optimizer's own class and step."""
@@ -71,7 +71,7 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
         raise TypeError(
             f"no fused step for {_name(plain)}; supported are {known} and the Lamb "
             "classes of timm, apex and torch_optimizer; use one of these classes or a class of "
-            f"fusedoptim, {_INSTEAD}"
+            "fusedoptim"
         )
     base, ours = found
     _refuse_overrides(plain, base, ours)
@@ -79,19 +79,17 @@ def fuse_update_step(optimizer: Optimizer) -> Entry:
     if taken := fused_step.own_attributes(ours) & vars(optimizer).keys():
         raise RuntimeError(
             "the optimizer has attributes that the fused step needs for itself: "
-            f"{', '.join(sorted(taken))}; rename them, {_INSTEAD}"
+            f"{', '.join(sorted(taken))}; rename them"
         )
     options = [optimizer.defaults, *optimizer.param_groups]
     before = [dict(each) for each in options]
     try:
         added = _complete_options(optimizer, base)
         fused_step.fuse(optimizer)
-    except BaseException as error:  # or an interrupt
+    except BaseException:  # or an interrupt
         for each, original in zip(options, before):
             each.clear()
             each.update(original)
-        if isinstance(error, TypeError | ValueError | RuntimeError):
-            raise type(error)(f"{error}; {_INSTEAD}") from None
         raise
     name = "FusedLamb" if issubclass(ours, AdaptedLamb) else ours.__name__
     what = f"the step of {_name(plain)} is now that of {name}"
@@ -132,7 +130,7 @@ def _refuse_overrides(
     if step.__module__ not in {cls.__module__ for cls in base.__mro__}:
         raise RuntimeError(
             f"{_name(base)}.step was replaced by a function of {step.__module__}, which a fused "
-            f"step would not call; undo that, {_INSTEAD}"
+            "step would not call; undo that"
         )
     for cls in plain.__mro__:
         if cls in base.__mro__:
@@ -147,5 +145,5 @@ def _refuse_overrides(
         if changed:
             raise RuntimeError(
                 f"{_name(cls)} overrides {', '.join(sorted(changed))} of {base.__name__}, so its "
-                f"step may differ; use {_name(base)} itself, {_INSTEAD}"
+                f"step may differ; use {_name(base)} itself"
             )

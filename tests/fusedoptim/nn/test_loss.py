@@ -127,6 +127,9 @@ def test_other_inputs_go_to_torch() -> None:
     [
         {"reduction": "average"},
         {"label_smoothing": 1.5},
+        {"ignore_index": 2.0},
+        {"ignore_index": True},
+        {"ignore_index": 2**63},
         {"target": torch.zeros(3, dtype=torch.int64)},
         {"target": torch.zeros(ROWS, dtype=torch.int32)},
         {"target": [0] * ROWS},

@@ -235,6 +235,15 @@ class TestBadInput:
         with pytest.raises(ValueError, match=f"label_smoothing={smoothing!r} is not in"):
             cross_entropy(*inputs(2, 3), smoothing)
 
+    @pytest.mark.parametrize("ignored", [2.0, None, True, torch.tensor(0.5)])
+    def test_ignored_class_of_another_type(self, ignored: Any) -> None:
+        with pytest.raises(TypeError, match=r"ignore_index=.* is of type .*; pass an integer"):
+            cross_entropy(*inputs(2, 3), 0.0, ignored)
+
+    def test_ignored_class_of_more_than_64_bits(self) -> None:
+        with pytest.raises(ValueError, match=f"ignore_index={2**63} is not an int64"):
+            cross_entropy(*inputs(2, 3), 0.0, 2**63)
+
     def test_smoothing_that_requires_grad(self) -> None:
         smoothing: Any = torch.tensor(0.5, requires_grad=True)
         with pytest.raises(TypeError, match="label_smoothing is a tensor that requires grad; pass"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
+import transforms
 from tests.fusedoptim.helpers import step_alike
 from tests.optimizer_cases import TORCHS_CASES, OptimizerCase, configuration_id
 from tests.transforms.helpers import assert_no_fused_step, each_class, new_params, new_twins
@@ -108,7 +109,7 @@ class TestRefused:
         (option,) = kwargs
         optimizer = case.reference(new_params())
         optimizer.param_groups[0].update(kwargs)
-        assert_no_fused_step(optimizer, RuntimeError, rf"^{option}=.*; or keep its own step")
+        assert_no_fused_step(optimizer, RuntimeError, rf"^{option}=.*; omit the option")
 
     @pytest.mark.parametrize(
         "cls", [torch.optim.RMSprop, torch.optim.SparseAdam, torch.optim.LBFGS]
@@ -116,6 +117,19 @@ class TestRefused:
     def test_unknown_class(self, cls: Any) -> None:
         message = rf"no fused step for .*{cls.__name__}; supported are"
         assert_no_fused_step(cls([Parameter(torch.ones(2))]), TypeError, message)
+
+    @pytest.mark.parametrize(
+        ("arguments", "cure"),
+        [
+            ({"fuse_update_step": True}, "or keep its own step with fuse_update_step=False$"),
+            ({"dtype": torch.bfloat16}, "fusedoptim; or omit dtype, and train in float32"),
+        ],
+    )
+    def test_cure(self, arguments: Any, cure: str) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.RMSprop(model.parameters())
+        with pytest.raises(TypeError, match=cure):
+            transforms.optimize(model, optimizer, **arguments)
 
     @pytest.mark.parametrize(
         ("cls", "names"),
@@ -128,7 +142,7 @@ class TestRefused:
         ],
     )
     def test_subclass_that_changes_something(self, cls: Any, names: str) -> None:
-        assert_no_fused_step(cls(new_params()), RuntimeError, rf"{names}.*fuse_update_step=False")
+        assert_no_fused_step(cls(new_params()), RuntimeError, rf"{names}.*; use torch\.optim")
 
     @pytest.mark.parametrize(
         ("param", "message"),
