@@ -1,7 +1,8 @@
 """Hides from oneDNN Graph what it would compute differently from torch.
 
-It recognizes functions by their names in TorchScript. What replaces a hidden function computes the
-same bits under names that it does not know.
+It recognizes functions by their names in TorchScript, and computes groups of several functions, or
+of a product alone. So a function is hidden by another name for the same bits, or isolated by names
+that it does not know.
 """
 
 from __future__ import annotations
@@ -17,43 +18,8 @@ from transforms.graph import operators
 from transforms.graph.bounds import CLAMPS, PRODUCTS, is_real
 
 
-def _relu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002  # torch's name
-    return torch.clamp_min(input, 0)
-
-
-def _relu_(input: Tensor) -> Tensor:  # noqa: A002
-    return torch.clamp_min_(input, 0)
-
-
-def _hardtanh(
-    input: Tensor,  # noqa: A002
-    min_val: float = -1.0,
-    max_val: float = 1.0,
-    inplace: bool = False,
-) -> Tensor:
-    return torch.clamp_max_(torch.clamp_min(input, min_val), max_val)
-
-
-def _hardtanh_(input: Tensor, min_val: float = -1.0, max_val: float = 1.0) -> Tensor:  # noqa: A002
-    return torch.clamp_max_(torch.clamp_min_(input, min_val), max_val)
-
-
-def _relu6(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002
-    return _hardtanh(input, 0.0, 6.0)
-
-
-def _relu6_(input: Tensor) -> Tensor:  # noqa: A002
-    return _hardtanh_(input, 0.0, 6.0)
-
-
-def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002
-    if min is not None:
-        input = torch.clamp_min(input, min)  # noqa: A001
-    return input if max is None else torch.clamp_max(input, max)
-
-
 def _max_pool2d(
-    input: Tensor,  # noqa: A002
+    input: Tensor,  # noqa: A002  # torch's name
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -62,7 +28,24 @@ def _max_pool2d(
     return_indices: bool = False,
 ) -> Tensor:
     pooled = torch._C._nn.max_pool2d_with_indices
-    return pooled(input, kernel_size, stride, padding, dilation, ceil_mode)[0]
+    steps = stride or kernel_size
+    return pooled(input, kernel_size, steps, padding, dilation, ceil_mode)[0]
+
+
+def _avg_pool2d(
+    input: Tensor,  # noqa: A002
+    kernel_size: Any,
+    stride: Any = None,
+    *rest: Any,
+    **named: Any,
+) -> Tensor:
+    return torch._C._nn.avg_pool2d(input, kernel_size, stride or kernel_size, *rest, **named)
+
+
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:  # noqa: A002
+    if min is not None:
+        input = torch.clamp_min(input, min)  # noqa: A001
+    return input if max is None else torch.clamp_max(input, max)
 
 
 def _layer_norm(
@@ -76,28 +59,31 @@ def _layer_norm(
     return torch.native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
 
 
-def _sigmoid(input: Tensor) -> Tensor:  # noqa: A002
-    return torch.positive(torch.sigmoid(input))  # a group ends before what it does not know
+def _batch_norm(
+    input: Tensor,  # noqa: A002
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    statistics = running_mean, running_var
+    return torch.native_batch_norm(input, weight, bias, *statistics, training, momentum, eps)[0]
 
 
-def _quotient(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
-    (result,) = torch._foreach_div([input], [other])
-    return result
-
-
-_HIDDEN: dict[str, Callable[..., Tensor]] = {
-    "relu": _relu,
-    "relu_": _relu_,
-    "relu6": _relu6,
-    "relu6_": _relu6_,
-    "hardtanh": _hardtanh,
-    "hardtanh_": _hardtanh_,
+_OTHER_NAMES: dict[str, Callable[..., Tensor]] = {
+    "avg_pool2d": _avg_pool2d,
     "clamp": _clamp,
     "max_pool2d": _max_pool2d,
     "layer_norm": _layer_norm,
-    "sigmoid": _sigmoid,
+    "batch_norm": _batch_norm,
 }
-"""For functions that oneDNN Graph computes differently for NaN: equals that it does not know."""
+"""For functions on which oneDNN Graph raises or never returns, their equals."""
+_ISOLATED = frozenset({"exp", "permute", "round", "softmax"})
+"""Functions that oneDNN Graph computes differently from torch in some groups."""
 
 
 def hide(graph: Graph, is_finite: bool) -> None:
@@ -108,36 +94,57 @@ def hide(graph: Graph, is_finite: bool) -> None:
         is_finite: whether no value up to the last clamp is NaN or infinite.
     """
     uses = _uses(graph)
+    isolated = [node for node in graph.nodes if _is_to_be_isolated(node, uses, is_finite)]
     for node in graph.nodes:
-        called = operators.name(node) or ""
-        if not operators.is_tensor(node) or (is_finite and called in CLAMPS):
-            continue
-        hidden = _HIDDEN.get(called)
-        if called in _SUMS:
-            hidden = _SUMS[called] if _is_unsafe(node, uses) else None
-        elif called == "div":
-            hidden = _quotient if _is_quotient_of_tensors(node) else None
-        elif called == "sigmoid" and _is_of_product(node, uses):
-            hidden = None
-        if hidden is not None:
-            node.op, node.target = "call_function", hidden
+        if (other := _OTHER_NAMES.get(operators.name(node) or "")) is not None:
+            node.op, node.target = "call_function", other
+    for node in isolated:
+        _isolate(node)
 
 
 def can_be_hidden(graph: Graph) -> bool:
-    """Whether :func:`hide` knows another name for all that oneDNN Graph computes differently."""
-    uses = _uses(graph)
-    for node in graph.nodes:
-        given = operators.arguments(node)
-        match operators.name(node):
-            case "gelu":  # by erf, for a Linear without another user, infinite values are right
-                x, is_by_erf = given["input"], given.get("approximate", "none") == "none"
-                if not is_by_erf or operators.name(x) != "linear" or len(uses[x]) > 1:
-                    return False
-            case "leaky_relu" if given.get("negative_slope", 0.01) == 0:  # of NaN it makes numbers
-                return False
-            case "div" if not (_is_quotient_of_tensors(node) or _is_quotient_by_number(node)):
-                return False  # it may convert or round, which oneDNN Graph does not
-    return True
+    """Whether all that oneDNN Graph must not see has another name."""
+    return not any(operators.name(node) == "batch_norm" and _is_odd(node) for node in graph.nodes)
+
+
+def _is_odd(norm: Node) -> bool:
+    """Whether a BatchNorm's call is not shortened to that in C++, or it has no elements."""
+    return norm.target is not torch.nn.functional.batch_norm or not operators.value(norm).numel()
+
+
+def _is_to_be_isolated(node: Node, uses: Mapping[Node, Sequence[Node]], is_finite: bool) -> bool:
+    """Whether torch must compute a node, as oneDNN Graph would do it differently for NaN."""
+    if not is_real(node):
+        return False
+    given = operators.arguments(node)
+    match (operators.name(node) or "").removesuffix("_"):
+        case "add":
+            return _is_unsafe(node, uses)
+        case "div":  # it may convert or round, which oneDNN Graph does not
+            return not _is_quotient_by_number(node)
+        case "gelu":  # by erf, for a Linear without another user, infinite values are right
+            x, is_by_erf = given["input"], given.get("approximate", "none") == "none"
+            return not is_by_erf or operators.name(x) != "linear" or len(uses[x]) > 1
+        case "leaky_relu":
+            return bool(given.get("negative_slope", 0.01) == 0)
+        case "sigmoid":
+            return not _is_of_product(node, uses)
+        case called:
+            return called in _ISOLATED or (called in CLAMPS and not is_finite)
+
+
+def _isolate(node: Node) -> None:
+    """Put a function that returns its input, and that oneDNN Graph does not know, around a node.
+
+    It does not compute a single function other than a product.
+    """
+    graph = node.graph
+    with graph.inserting_before(node):
+        for term in filter(is_real, node.all_input_nodes):
+            node.replace_input_with(term, graph.call_function(torch.positive, (term,)))
+    with graph.inserting_after(node):
+        result = graph.call_function(torch.positive, (node,))
+    node.replace_all_uses_with(result, lambda user: user is not result)
 
 
 def _is_of_product(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
@@ -154,12 +161,6 @@ def _is_of_product(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
     )
 
 
-def _is_quotient_of_tensors(node: Node) -> bool:
-    """Whether a node divides one tensor of its dtype by another."""
-    terms = node.args
-    return len(terms) == 2 and not node.kwargs and all(_is_alike(each, node) for each in terms)
-
-
 def _is_quotient_by_number(node: Node) -> bool:
     """Whether a node divides a tensor of its dtype by a number, or a number by such a tensor."""
     if len(node.args) != 2 or node.kwargs:
@@ -174,18 +175,6 @@ def _is_quotient_by_number(node: Node) -> bool:
 def _is_alike(given: Any, node: Node) -> bool:
     """Whether an argument is a tensor of floating-point numbers in the dtype of the result."""
     return is_real(given) and bool(operators.value(given).dtype == operators.value(node).dtype)
-
-
-def _sum(input: Tensor, other: Tensor, alpha: float = 1) -> Tensor:  # noqa: A002
-    return torch.sub(input, other, alpha=-alpha)
-
-
-def _sum_(input: Tensor, other: Tensor, alpha: float = 1) -> Tensor:  # noqa: A002
-    return input.sub_(other, alpha=-alpha)
-
-
-_SUMS = {"add": _sum, "add_": _sum_}
-"""Sums with the same bits that oneDNN Graph does not know."""
 
 
 def _uses(graph: Graph) -> dict[Node, list[Node]]:

@@ -58,25 +58,25 @@ def _words(text: str) -> frozenset[str]:
 
 _FRESH = _words(
     """
-    abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d add
-    addmm amax amin arange argmax argmin avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm
-    bitwise_and bitwise_not bitwise_or bitwise_xor bmm cat celu clamp clone conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d cos cumsum diff div elu embedding eq erf
-    exp eye fold full full_like gather ge gelu group_norm gt hardsigmoid hardswish hardtanh
+    abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d add addmm
+    amax amin arange argmax argmin avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm bitwise_and
+    bitwise_not bitwise_or bitwise_xor bmm cat ceil celu clamp clone conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d cos cumsum diff div elu embedding eq erf exp
+    eye floor fold full full_like gather ge gelu group_norm gt hardsigmoid hardswish hardtanh
     index_select interpolate layer_norm le leaky_relu linalg_vector_norm linear linspace log
-    log_softmax logical_and logical_not logical_or logsigmoid lt masked_fill matmul max
-    max_pool2d maximum mean min minimum mish mm mul ne neg new_full new_ones new_zeros norm
-    normalize ones ones_like pad pow prelu reciprocal relu relu6 rms_norm rsqrt
-    scaled_dot_product_attention selu sigmoid silu sin softmax softplus sqrt square stack std
-    sub sum tanh tril triu var where zeros zeros_like
+    log_softmax logical_and logical_not logical_or logsigmoid lt masked_fill matmul max max_pool2d
+    maximum mean min minimum mish mm mul ne neg new_full new_ones new_zeros norm normalize ones
+    ones_like pad pow prelu reciprocal relu relu6 rms_norm round rsqrt scaled_dot_product_attention
+    selu sigmoid sign silu sin softmax softplus sqrt square stack std sub sum tanh tril triu trunc
+    var where zeros zeros_like
     """
 )
 """Functions whose result shares no memory with their inputs, and depends on nothing else."""
 _VIEWS = _words(
     """
-    bfloat16 bool chunk contiguous detach double einsum expand expand_as flatten flip float
-    getitem half int long narrow permute repeat reshape reshape_as roll select split squeeze
-    swapaxes t to transpose type_as unbind unflatten unfold unsqueeze view view_as
+    bfloat16 bool chunk contiguous detach double einsum expand expand_as flatten flip float getitem
+    half int long moveaxis movedim narrow permute repeat reshape reshape_as roll select split
+    squeeze swapaxes swapdims t to transpose type_as unbind unflatten unfold unsqueeze view view_as
     """
 )
 """Functions that depend on their inputs only, and may return a part of them."""
@@ -155,7 +155,7 @@ def name(node: Node) -> str | None:
         found = known
     else:
         return None
-    return f"{found}_" if arguments(node).get("inplace") is True else found
+    return f"{found}_" if arguments(node).get("inplace") else found
 
 
 @functools.cache

@@ -30,7 +30,7 @@ _CONVOLUTIONS = frozenset({"aten::_convolution", "aten::conv2d", "aten::conv3d"}
 _RIGHT = frozenset(
     f"aten::{name}"
     for name in (
-        *("_convolution", "conv2d", "conv3d", "linear", "addmm", "matmul", "mm"),
+        *("_convolution", "conv2d", "conv3d", "linear", "addmm", "matmul", "mm", "bmm"),
         *("abs", "elu", "log", "sqrt", "square"),
         *("add", "mul", "div", "sigmoid", "tanh", "hardswish", "leaky_relu", "cat", "avg_pool2d"),
     )

@@ -104,9 +104,8 @@ def _make_pure(node: Node) -> None:
         node.target = _PURE[node.target]
     else:
         given = arguments(node)
-        if given.get("inplace") is not True:
+        if not given.pop("inplace", False):
             return
-        given.pop("inplace")
         node.args, node.kwargs = (given.pop("input"),), given
     node.meta[WAS_IN_PLACE] = True
 

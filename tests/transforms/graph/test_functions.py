@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.transforms.graph.helpers import Compiled, agreeing, assert_as_eager, images
+from tests.transforms.graph.helpers import LAST, Compiled, agreeing, assert_as_eager, images
 from transforms.graph import operators
 
 pytestmark = pytest.mark.usefixtures("gradients_off")
@@ -58,6 +59,7 @@ FRESH: dict[str, Callable[[Tensor], Tensor]] = {
 }
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bool": lambda y: y * y.bool(),
+    "movedim": lambda y: (y.movedim(1, -1) * 2).movedim(-1, 1),
     "double": lambda y: (y.double() * 2).float(),
     "einsum": lambda y: torch.einsum("nchw->ncwh", y),
     "einsum, a product": lambda y: (
@@ -90,7 +92,7 @@ def _same(x: Tensor) -> list[Tensor]:
         *(F.interpolate(x, size, mode=mode) for mode in ("nearest", "bilinear", "bicubic", "area")),
         F.normalize(x),
         torch.diff(x, n=0),
-        torch.abs(x),
+        *(each(x) for each in (torch.abs, torch.ceil, torch.floor, torch.round, torch.trunc)),
         *torch.max(x[:, :1], 1),
         torch.max(x[:1, :1, :1, :1]),
         torch.max(x, x),
@@ -103,6 +105,32 @@ def test_fresh_results_share_no_memory() -> None:
     x = torch.rand(2, 3, 4, 5)
     of_input = x.untyped_storage().data_ptr()
     assert all(each.untyped_storage().data_ptr() != of_input for each in _same(x))
+    whole = x.int()
+    rounded = [f(whole) for f in (torch.ceil, torch.floor, torch.round, torch.sign, torch.trunc)]
+    assert all(each.data_ptr() != whole.data_ptr() for each in rounded)
+
+
+@pytest.mark.parametrize("inplace", [True, 1, 2.5])
+def test_what_stands_for_true_writes_in_place(inplace: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.conv(x)
+            F.silu(y, inplace=inplace)
+            F.relu(x, inplace)
+            return y, self.conv(x)
+
+    model = Model().to(memory_format=LAST)
+    ours = Compiled(model)
+    for _ in range(3):
+        x = images(2, 16, 7, 8)
+        copy = x.clone()
+        for actual, expected in zip(ours(x), model(copy)):
+            torch.testing.assert_close(actual, expected)
+        assert torch.equal(x, copy)
 
 
 def test_weights_that_forward_standardizes_are_constants() -> None:
