@@ -57,7 +57,6 @@ NAMES = {
     "OpOverload._schema": f"{_GRAPH}/test_changes.py",
     "torch._foreach_add_": "tests/fusedoptim/nn/test_embedding_bag_updates.py",
     "torch._foreach_copy_": _OFFLOAD,
-    "torch._foreach_div": f"{_GRAPH}/test_hiding.py",
     "torch._foreach_div_": _OFFLOAD,
     "torch._foreach_norm": _OFFLOAD,
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": _PREPACK,

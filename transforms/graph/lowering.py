@@ -26,7 +26,7 @@ from transforms.graph.products import (
     same_strides,
 )
 from transforms.graph.recording import Layouts
-from transforms.graph.simplify import drop_casts, drop_dropouts, purify, shorten
+from transforms.graph.simplify import drop_casts, drop_dropouts, drop_logging, purify, shorten
 from transforms.rewrites.post_ops import NO_OP, PostOp
 
 
@@ -99,6 +99,7 @@ def simplified(graph: Graph, sources: Sequence[int], folds: bool, parts: Parts) 
     """
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
+    drop_logging(copy)
     drop_dropouts(copy)
     drop_casts(copy)
     purify(copy)

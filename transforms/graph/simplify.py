@@ -20,6 +20,7 @@ _DROPOUTS = (
 )
 WAS_IN_PLACE = "fusedoptim_was_in_place"
 """In the metadata of a node that wrote its result over its first argument."""
+_LOGGING = "_log_api_usage_once"
 _PURE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -45,6 +46,13 @@ def drop_dropouts(graph: Graph) -> None:
         given = arguments(node)
         if given.get("training") is False and isinstance(given["input"], Node):
             node.replace_all_uses_with(given["input"])
+            graph.erase_node(node)
+
+
+def drop_logging(graph: Graph) -> None:
+    """Remove torchvision's calls that count uses of its functions, as it would not while traced."""
+    for node in list(graph.nodes):
+        if getattr(node.target, "__name__", "") == _LOGGING and not node.users:
             graph.erase_node(node)
 
 

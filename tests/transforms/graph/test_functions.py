@@ -83,6 +83,16 @@ def test_function(name: str) -> None:
     assert ours.is_scripted()
 
 
+def test_counted_uses() -> None:
+    """torchvision's StochasticDepth counts its uses, unless it is traced."""
+
+    def count(y: Tensor) -> Tensor:
+        torch._C._log_api_usage_once("tests.count")
+        return y * 2
+
+    assert agreeing(Between(count), 2, 16, 7, 8).is_scripted()
+
+
 def _same(x: Tensor) -> list[Tensor]:
     """Results of functions that might return their input, given arguments that change nothing."""
     modes = ("constant", "reflect", "replicate", "circular")
