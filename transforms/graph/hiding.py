@@ -7,7 +7,8 @@ that it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,8 @@ _OTHER_NAMES: dict[str, Callable[..., Tensor]] = {
     "batch_norm": _batch_norm,
 }
 """For functions on which oneDNN Graph raises or never returns, their equals."""
+_NEUTRAL = {"add": 0, "div": 1, "mul": 1, "sub": 0}
+"""Literals with which these functions return their other argument."""
 _ISOLATED = frozenset({"exp", "permute", "round", "softmax"})
 """Functions that oneDNN Graph computes differently from torch in some groups."""
 
@@ -103,13 +106,45 @@ def hide(graph: Graph, is_finite: bool) -> None:
 
 
 def can_be_hidden(graph: Graph) -> bool:
-    """Whether all that oneDNN Graph must not see has another name."""
-    return not any(operators.name(node) == "batch_norm" and _is_odd(node) for node in graph.nodes)
+    """Whether TorchScript keeps the graph's meaning, and all that oneDNN Graph must not see."""
+    return not any(map(_is_odd, graph.nodes)) and not any(map(_may_be_dropped, graph.nodes))
 
 
-def _is_odd(norm: Node) -> bool:
-    """Whether a BatchNorm's call is not shortened to that in C++, or it has no elements."""
-    return norm.target is not torch.nn.functional.batch_norm or not operators.value(norm).numel()
+def _is_odd(node: Node) -> bool:
+    """Whether a node is a BatchNorm or a sum that would be computed differently.
+
+    A BatchNorm that cannot be shortened to the function in C++, or has no elements; a sum with a
+    factor, which TorchScript multiplies first, in the factor's dtype.
+    """
+    match operators.name(node):
+        case "batch_norm":
+            is_known = node.target is torch.nn.functional.batch_norm
+            return not is_known or not operators.value(node).numel()
+        case "add" | "add_":
+            return len(node.args) > 2 or "alpha" in node.kwargs
+    return False
+
+
+def _may_be_dropped(node: Node) -> bool:
+    """Whether TorchScript takes a node for its input, or a literal for another one.
+
+    ``x * 1`` and ``x + 0`` would then be ``x`` itself, over which the next function may write; so
+    may they with a size or a tensor that the graph makes. And -0.0 would be 0.0.
+    """
+    given = *node.args, *node.kwargs.values()
+    literals = [each for each in given if isinstance(each, int | float)]
+    if any(each == 0 and math.copysign(1, each) < 0 for each in literals):
+        return True
+    neutral = _NEUTRAL.get((operators.name(node) or "").removesuffix("_"))
+    return neutral is not None and (
+        neutral in literals
+        or not all(operators.is_tensor(n) and _has_inputs(n) for n in node.all_input_nodes)
+    )
+
+
+def _has_inputs(node: Node) -> bool:
+    """Whether a node depends on an argument of the graph."""
+    return any(each.op == "placeholder" for each in operators.dependencies([node]))
 
 
 def _is_to_be_isolated(node: Node, uses: Mapping[Node, Sequence[Node]], is_finite: bool) -> bool:
@@ -195,13 +230,11 @@ def _is_unsafe(node: Node, uses: Mapping[Node, Sequence[Node]]) -> bool:
     if len(terms) != 2 or not all(map(is_real, terms)):
         return False
     needed = operators.dependencies([node])
+    fused = _fused_with(terms)
+    taken = {each for other in (node, *fused) for each in other.all_input_nodes if fused}
     return any(
         term.op != "placeholder" and _may_be_overwritten(uses[term], needed) for term in terms
-    ) or any(
-        _may_be_taken_twice(uses[each], needed)
-        for product in _fused_products(terms)
-        for each in product.all_input_nodes
-    )
+    ) or any(_may_be_taken_twice(uses[each], needed) for each in taken)
 
 
 def _may_be_overwritten(users: Sequence[Node], needed: set[Node]) -> bool:
@@ -216,9 +249,10 @@ def _may_be_overwritten(users: Sequence[Node], needed: set[Node]) -> bool:
 
 
 def _may_be_taken_twice(users: Sequence[Node], needed: set[Node]) -> bool:
-    """Whether a product's input may also be an operand of what follows the sum in its group.
+    """Whether what enters a group before its sum may also be an operand of what follows the sum.
 
-    torch ends the process then, as for ``(conv(x) + y) * x``.
+    torch ends the process then, as for ``(conv(x) + y) * x``, ``(conv(x) * p + y) * p`` and
+    ``(linear(x) + p) + p``.
     """
     return any(
         user not in needed and not operators.is_own(user) and not _is_product(user)
@@ -226,16 +260,15 @@ def _may_be_taken_twice(users: Sequence[Node], needed: set[Node]) -> bool:
     )
 
 
-def _fused_products(terms: Sequence[Node]) -> Iterator[Node]:
-    """The products that may be in one group with the sum of these terms."""
-    pending, seen = list(terms), set()
+def _fused_with(terms: Sequence[Node]) -> set[Node]:
+    """The nodes that may be in one group with the sum of these terms, if a product is."""
+    pending, found = list(terms), set()
     while pending:
         node = pending.pop()
-        if _is_product(node):
-            yield node
-        elif node not in seen and not any(map(_is_product, node.users)):
-            seen.add(node)
-            pending += node.all_input_nodes
+        if node not in found and (_is_product(node) or not any(map(_is_product, node.users))):
+            found.add(node)
+            pending += [] if _is_product(node) else node.all_input_nodes
+    return found if any(map(_is_product, found)) else set()
 
 
 def _is_product(node: Node) -> bool:

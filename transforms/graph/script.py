@@ -135,6 +135,7 @@ def script(
             found = _compiled(traced, given)
             actual = found(*given)[: len(expected)]
             is_right = _is_right(found, is_finite) and _are_close(actual, expected, dtype)
+            is_right = is_right and _sharing(actual, given) == _sharing(expected, given)
         except RuntimeError:  # of oneDNN Graph or TorchScript
             is_right = False
         if not is_right:
@@ -220,6 +221,12 @@ def _are_close(actual: Any, expected: Any, dtype: torch.dtype) -> bool:
     return len(actual) == len(expected) and all(
         _is_close(*pair, torch.finfo(dtype).eps) for pair in zip(actual, expected)
     )
+
+
+def _sharing(results: Sequence[Tensor], given: Sequence[Tensor]) -> list[int]:
+    """For each input and result, which of them is the first in the same memory."""
+    addresses = [each.untyped_storage().data_ptr() for each in (*given, *results)]
+    return [addresses.index(each) for each in addresses]
 
 
 def _is_close(actual: Tensor, expected: Tensor, precision: float) -> bool:

@@ -146,6 +146,93 @@ def test_batch_norm_beside_its_input() -> None:
     """)
 
 
+def test_an_operand_before_and_after_a_sum() -> None:
+    """torch would end the process."""
+    check_script("""
+        import torch
+        from torch import nn
+        from tests.transforms.graph.helpers import agreeing
+
+        class Gated(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+                self.factor = nn.Parameter(torch.randn(16, 1, 1))
+
+            def forward(self, x):
+                y, p = self.conv(x), x.mean((2, 3), keepdim=True)
+                z = self.last(x.cos())
+                return (y * p + x) * p, z + self.factor + self.factor
+
+        with torch.no_grad():
+            assert agreeing(Gated(), 2, 16, 7, 8).is_scripted()
+    """)
+
+
+UNCHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "times 1": lambda x: x * 1.0,
+    "1 times": lambda x: 1 * x,
+    "plus 0": lambda x: x + 0,
+    "minus 0": lambda x: x - 0.0,
+    "by 1": lambda x: x / 1,
+    "times True": lambda x: torch.mul(x, True),
+    "times a tensor": lambda x: x * torch.ones(()),
+    "plus a tensor": lambda x: x + torch.zeros(()),
+    "times a size": lambda x: x * x.shape[0],
+}
+
+
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_results_that_equal_their_input(name: str) -> None:
+    """TorchScript takes them for their input, over which the next function would write."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(16, 16, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            same = UNCHANGED[name]
+            return self.conv(F.hardsigmoid(same(x)).exp()), F.relu(same(x)), same(x)
+
+    model = Model().to(memory_format=LAST)
+    ours = Compiled(model)
+    for sign in (1, 1, 1, -1):
+        x = images(1, 16, 5, 6).abs() * sign
+        copy = x.clone()
+        results = ours(x)
+        assert torch.equal(x, copy)
+        for actual, expected in zip(results, model(copy)):
+            torch.testing.assert_close(actual, expected)
+        assert len({each.untyped_storage().data_ptr() for each in (x, *results)}) == 4
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_sums_with_a_factor() -> None:
+    """TorchScript would multiply first, in the factor's dtype."""
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda y: torch.add(y, y.half(), alpha=1000.0),
+        lambda y: torch.add(y, (y.abs() * 9).to(torch.uint8), alpha=50),
+        lambda y: y.add(y * 1e38, alpha=2),
+    ]
+    for function in functions:
+        torch.compiler.reset()
+        model = Layers(FIRST["convolution"], function, AFTER["halved"]).to(memory_format=LAST)
+        ours = Compiled(model)
+        for _ in range(4):
+            assert_as_eager(ours, model, images(2, 16, 5, 6))
+
+
+@pytest.mark.usefixtures("gradients_off")
+def test_negative_zeros_are_left_to_python() -> None:
+    model = Layers(FIRST["convolution"], lambda y: y + (-0.0), lambda z, y: F.relu(y - 6) / 0.0)
+    ours = Compiled(model.to(memory_format=LAST))
+    for _ in range(3):
+        assert_as_eager(ours, model, images(2, 16, 5, 6))
+    assert not ours.is_scripted()
+
+
 @pytest.mark.usefixtures("gradients_off")
 @each_packed_dtype
 def test_signs_of_zeros(dtype: torch.dtype) -> None:
