@@ -215,7 +215,7 @@ def _in_place(c: Convolutions, x: Tensor) -> Tensor:
 
 def _twice(c: Convolutions, x: Tensor) -> Tensor:
     y = c[0](x)
-    return c[3](c[1](x) + y) + c[4](torch.add(c[2](x), y, alpha=2))
+    return c[3](c[1](x) + y) + c[4](torch.add(c[2](x), y))
 
 
 def _joined(c: Convolutions, x: Tensor) -> Tensor:
