@@ -8,7 +8,7 @@ that it does not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,9 +105,9 @@ def hide(graph: Graph, is_finite: bool) -> None:
         _isolate(node)
 
 
-def can_be_hidden(graph: Graph) -> bool:
+def can_be_hidden(graph: Graph, constants: Container[Node]) -> bool:
     """Whether TorchScript keeps the graph's meaning, and all that oneDNN Graph must not see."""
-    return not any(map(_is_odd, graph.nodes)) and not any(map(_may_be_dropped, graph.nodes))
+    return not any(_is_odd(node) or _may_be_dropped(node, constants) for node in graph.nodes)
 
 
 def _is_odd(node: Node) -> bool:
@@ -125,11 +125,11 @@ def _is_odd(node: Node) -> bool:
     return False
 
 
-def _may_be_dropped(node: Node) -> bool:
+def _may_be_dropped(node: Node, constants: Container[Node]) -> bool:
     """Whether TorchScript takes a node for its input, or a literal for another one.
 
     ``x * 1`` and ``x + 0`` would then be ``x`` itself, over which the next function may write; so
-    may they with a size or a tensor that the graph makes. And -0.0 would be 0.0.
+    may they with a size or a number in a tensor that the graph makes. And -0.0 would be 0.0.
     """
     given = *node.args, *node.kwargs.values()
     literals = [each for each in given if isinstance(each, int | float)]
@@ -137,14 +137,17 @@ def _may_be_dropped(node: Node) -> bool:
         return True
     neutral = _NEUTRAL.get((operators.name(node) or "").removesuffix("_"))
     return neutral is not None and (
-        neutral in literals
-        or not all(operators.is_tensor(n) and _has_inputs(n) for n in node.all_input_nodes)
+        neutral in literals or any(_is_made(each, constants) for each in node.all_input_nodes)
     )
 
 
-def _has_inputs(node: Node) -> bool:
-    """Whether a node depends on an argument of the graph."""
-    return any(each.op == "placeholder" for each in operators.dependencies([node]))
+def _is_made(operand: Node, constants: Container[Node]) -> bool:
+    """Whether an operand is a size, or a tensor of one element that depends on no input."""
+    if not operators.is_tensor(operand):
+        return True
+    is_constant = operand in constants or not operand.all_input_nodes
+    is_given = operand.op in ("placeholder", "get_attr")
+    return is_constant and not is_given and operators.value(operand).numel() == 1
 
 
 def _is_to_be_isolated(node: Node, uses: Mapping[Node, Sequence[Node]], is_finite: bool) -> bool:

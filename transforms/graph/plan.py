@@ -227,7 +227,7 @@ class Plan:
         if torch.is_autocast_enabled("cpu") and not cast_explicitly(given.graph, given.constants):
             return None
         products = given.products
-        if not can_be_scripted(given.graph, products):
+        if not can_be_scripted(given.graph, given.constants, products):
             return None
         weights = {node for each in products for node in (each.weight, each.bias) if node}
         compared = laid_out.compared

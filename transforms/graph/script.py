@@ -63,7 +63,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return detached(tensor) if isinstance(tensor, nn.Parameter) else tensor
 
 
-def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
+def can_be_scripted(graph: Graph, constants: Container[Node], products: Sequence[Product]) -> bool:
     """Whether a graph may run in C++: its functions are known, and none writes or is random.
 
     What oneDNN Graph computes differently from torch must have a name that it does not know.
@@ -76,7 +76,7 @@ def can_be_scripted(graph: Graph, products: Sequence[Product]) -> bool:
             or ((is_pure(node) or is_fresh(node)) and not _is_nameless(node))
             for node in graph.nodes
         )
-        and can_be_hidden(graph)
+        and can_be_hidden(graph, constants)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -169,16 +170,18 @@ def test_an_operand_before_and_after_a_sum() -> None:
     """)
 
 
-UNCHANGED: dict[str, Callable[[Tensor], Tensor]] = {
-    "times 1": lambda x: x * 1.0,
-    "1 times": lambda x: 1 * x,
-    "plus 0": lambda x: x + 0,
-    "minus 0": lambda x: x - 0.0,
-    "by 1": lambda x: x / 1,
-    "times True": lambda x: torch.mul(x, True),
-    "times a tensor": lambda x: x * torch.ones(()),
-    "plus a tensor": lambda x: x + torch.zeros(()),
-    "times a size": lambda x: x * x.shape[0],
+UNCHANGED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "times 1": lambda m, x: x * 1.0,
+    "1 times": lambda m, x: 1 * x,
+    "plus 0": lambda m, x: x + 0,
+    "minus 0": lambda m, x: x - 0.0,
+    "by 1": lambda m, x: x / 1,
+    "times True": lambda m, x: torch.mul(x, True),
+    "times a tensor": lambda m, x: x * torch.ones(()),
+    "plus a tensor": lambda m, x: x + torch.zeros(()),
+    "times a computed parameter": lambda m, x: x * (m.part + m.part),
+    "plus a computed parameter": lambda m, x: x + (m.part - m.part),
+    "times a size": lambda m, x: x * x.shape[0],
 }
 
 
@@ -191,10 +194,12 @@ def test_results_that_equal_their_input(name: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(16, 16, 1)
+            self.part = nn.Parameter(torch.tensor(0.5))
 
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             same = UNCHANGED[name]
-            return self.conv(F.hardsigmoid(same(x)).exp()), F.relu(same(x)), same(x)
+            y = self.conv(F.hardsigmoid(same(self, x)).exp())
+            return y, F.relu(same(self, x)), same(self, x)
 
     model = Model().to(memory_format=LAST)
     ours = Compiled(model)
