@@ -98,7 +98,7 @@ def hide(graph: Graph, is_finite: bool) -> None:
     """
     uses = _uses(graph)
     isolated = [node for node in graph.nodes if _is_to_be_isolated(node, uses, is_finite)]
-    for node in graph.nodes:
+    for node in filter(operators.is_tensor, graph.nodes):
         if (other := _OTHER_NAMES.get(operators.name(node) or "")) is not None:
             node.op, node.target = "call_function", other
     for node in isolated:

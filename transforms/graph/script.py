@@ -134,8 +134,11 @@ def script(
         try:
             found = _compiled(traced, given)
             actual = found(*given)[: len(expected)]
-            is_right = _is_right(found, is_finite) and _are_close(actual, expected, dtype)
-            is_right = is_right and _sharing(actual, given) == _sharing(expected, given)
+            is_right = (
+                _is_right(found, is_finite)
+                and _are_close(actual, expected, dtype)
+                and _sharing(actual, given) == _sharing(expected, given)
+            )
         except RuntimeError:  # of oneDNN Graph or TorchScript
             is_right = False
         if not is_right:

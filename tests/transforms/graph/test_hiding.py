@@ -118,6 +118,22 @@ def test_quotients_that_round_or_convert(name: str) -> None:
     ours = Compiled(model)
     for _ in range(3):
         assert_as_eager(ours, model, images(2, 16, 5, 6))
+    rounds = name in ("floor", "trunc, by a number")  # as the last bit of the convolution says
+    assert rounds or ours.is_scripted()
+
+
+@pytest.mark.usefixtures("gradients_off")
+@pytest.mark.parametrize("first", FIRST)
+def test_an_integer_as_slope(first: str) -> None:
+    """TorchScript's oneDNN expects a float, so Python computes."""
+    model = Layers(FIRST[first], lambda y: F.leaky_relu(y, 0), AFTER["halved"])
+    ours = Compiled(model.to(memory_format=LAST))
+    x = images(2, 16, 5, 6)
+    x[1, 3, 2, 4] = float("nan")
+    x[0, 3, 2, 4] = -float("inf")
+    for _ in range(3):
+        assert_as_eager(ours, model, x)
+    assert not ours.is_scripted()
 
 
 def test_batch_norm_beside_its_input() -> None:
