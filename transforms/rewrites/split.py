@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedoptim.nn import MultiheadAttention
 from fusedoptim.split.halves import Halves
+from fusedoptim.step.sharding import local_of
 from transforms.rewrites import exchanged_class, plain_tensors
 from transforms.tracing.modules import CONVOLUTIONS, TRANSPOSED, transposed_linears
 
@@ -175,34 +176,76 @@ def _move(
 ) -> nn.Module:
     """``Module._apply`` on the exact weights; weights that stay float32 stay split.
 
+    An interrupt leaves some of them moved, as in torch, and each of them split or whole.
+
     Raises:
         ValueError: the optimizer has lost a lower half. Nothing was changed then.
     """
-    split = _halves_of(module)
-    exact = [halves.exact(param) for _, param, halves in split]
-    for (_, param, _), values in zip(split, exact):
-        _exchange(param, values)
+    exact = _OnExactValues(fn, _halves_of(module))
     try:
-        type(module)._apply(module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
+        type(module)._apply(module, exact, *args, **kwargs)  # type: ignore[no-untyped-call]  # untyped in torch
     finally:
-        for name, param, halves in split:
-            is_same = module._parameters[name] is param and not param.is_meta
-            if is_same and param.dtype == torch.float32:
-                upper = halves.write(param, param.data)
-                _exchange(param, plain_tensors.shared_as(upper, param.data))
+        try:
+            exact.settle(module)
+        except BaseException:  # an interrupt
+            exact.settle(module)
+            raise
+    return module
+
+
+class _OnExactValues:
+    """A function that ``Module._apply`` calls, on the exact values of split parameters."""
+
+    def __init__(
+        self, fn: Callable[[Tensor], Tensor], split: list[tuple[str, Tensor, Halves]]
+    ) -> None:
+        for _, param, halves in split:
+            halves.trail(param)  # raises if it is lost
+        self._fn = fn
+        self._split = split
+        self._addresses = {param: local_of(param).data_ptr() for _, param, _ in split}
+        self._grads = [(param.grad, param) for _, param, _ in split if param.grad is not None]
+        self._whole: dict[Tensor, torch.dtype] = {}
+        """The dtypes of the parameters that torch is to make whole."""
+
+    def __call__(self, t: Tensor) -> Tensor:
+        for _, param, halves in self._split:
+            if t is param and t in halves and t.dtype == torch.bfloat16 and t not in self._whole:
+                return self._moved(t, halves)
+        for grad, param in self._grads:
+            if t is grad:
+                exact = t.float() if t.dtype == torch.bfloat16 else t
+                return self._fn(exact).to(self._whole.get(param, param.dtype))
+        return self._fn(t)
+
+    def _moved(self, param: Tensor, halves: Halves) -> Tensor:
+        """What torch is to replace the values of a parameter by."""
+        values = self._fn(halves.exact(param))
+        if values.dtype == torch.float32 and _is_set(values):
+            return plain_tensors.shared_as(halves.write(param, values), values)
+        self._whole[param] = values.dtype
+        return values
+
+    def settle(self, module: nn.Module) -> None:
+        """Forget what is no longer split; after an interrupt, another call finishes that."""
+        for name, param, halves in self._split:
+            if param.grad is not None and param.grad.dtype != param.dtype:  # an interrupt came
+                param.grad = param.grad.to(param.dtype)
+            is_there = module._parameters[name] is param and param.dtype == torch.bfloat16
+            # torch may have been interrupted before it made the parameter whole.
+            is_old = is_there and local_of(param).data_ptr() == self._addresses[param]
+            if is_old or (is_there and param not in self._whole):
                 halves.note_values(param)
             else:
                 halves.forget(param)
         own = list(module.parameters(recurse=False))
         _detach_from(module, lambda halves: not any(p in halves for p in own))
-    return module
 
 
-def _exchange(param: Tensor, values: Tensor) -> None:
-    """Replace the tensor of a parameter, and cast its gradient to the same dtype."""
-    grad = None if param.grad is None else param.grad.to(values.dtype)
-    param.data = values  # torch keeps a gradient of another dtype, but refuses to set one
-    param.grad = grad
+def _is_set(values: Tensor) -> bool:
+    """Whether torch gives a Parameter these values, rather than make another Parameter."""
+    is_replaced = torch.__future__.get_overwrite_module_params_on_conversion()
+    return not is_replaced and values.device.type not in ("meta", "xla", "lazy")
 
 
 def _require_autocast(module: nn.Module, args: tuple[Any, ...]) -> None:
