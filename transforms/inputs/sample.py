@@ -175,13 +175,24 @@ class Comparison:
         return max(errors, default=None)
 
     def _run(self) -> list[Tensor]:
-        others = {p.device for p in self._model.parameters() if p.device.type != "cpu"}
-        kind = next(iter(others)).type if others else "cuda"
-        with torch.no_grad(), trial(self._model, self._dtype):
-            with torch.random.fork_rng(others, device_type=kind):
-                torch.manual_seed(0)
-                output = caller(self._model, self._sample)()
+        with torch.no_grad(), trial(self._model, self._dtype), _seeded(self._model):
+            output = caller(self._model, self._sample)()
             return [t.detach().clone() for t in _tensors(output, set())]
+
+
+@contextlib.contextmanager
+def _seeded(model: nn.Module) -> Iterator[None]:
+    """Seed the random numbers of the CPU and of the kind of device that the model is on."""
+    kinds = {p.device.type for p in model.parameters()} - {"cpu"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed all devices for good
+        for kind in sorted(kinds):
+            module = torch.get_device_module(kind)
+            devices = range(module.device_count())
+            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            module.manual_seed_all(0)
+        yield
 
 
 def _tensors(output: object, seen: set[int]) -> Iterator[Tensor]:

@@ -89,6 +89,16 @@ def test_another_number_of_tensors() -> None:
     assert Comparison(model, x).objection() == "changes from call to call (1 of 1 tensors)"
 
 
+def test_random_numbers_of_other_devices_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    for device in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(device, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    assert Comparison(Scaled(torch.nn.functional.dropout), torch.ones(9)).objection() is None
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeded
+
+
 def test_a_tensor_without_elements() -> None:
     model = Scaled(lambda x: [x[:0], x])
     comparison = Comparison(model, torch.ones(3, 2))
