@@ -167,8 +167,8 @@ def _compiled(function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
         graph, _ = private.traced_graph(function, tuple(given), unknown, False, False, None, names)
         found = private.graph_function("plan", graph)
         was_on = private.has_onednn_graph()
-        private.use_onednn_graph(True)
         try:
+            private.use_onednn_graph(True)
             for _ in range(_WARM_UP):
                 return_free_memory()  # of activations: the packed weights may not fit into it
                 found(*given)

@@ -458,6 +458,23 @@ def test_the_switch_of_torch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gradients_off")
+def test_an_interrupt_leaves_the_switch_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch = private.use_onednn_graph
+
+    def interrupted(is_on: bool) -> None:
+        switch(is_on)
+        if is_on:
+            raise KeyboardInterrupt
+
+    ours, x = Compiled(nn.Conv2d(8, 8, 1)), images(1, 8, 4, 4)
+    ours(x)
+    monkeypatch.setattr(private, "use_onednn_graph", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ours(x)
+    assert not private.has_onednn_graph()
+
+
+@pytest.mark.usefixtures("gradients_off")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_are_left_to_python(dtype: torch.dtype) -> None:
     model = randomise(Residual()).to(memory_format=LAST, dtype=dtype)
