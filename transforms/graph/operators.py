@@ -122,7 +122,11 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "mul": ("input", "other"),
     "addmm": ("input", "mat1", "mat2"),
     "pad": ("input", "pad", "mode", "value"),
-    **dict.fromkeys(("relu", "sigmoid", "tanh"), ("input",)),
+    "leaky_relu": ("input", "negative_slope"),
+    "hardtanh": ("input", "min_val", "max_val"),
+    **dict.fromkeys(
+        ("relu", "relu6", "sigmoid", "tanh", "silu", "hardswish", "hardsigmoid"), ("input",)
+    ),
 }
 """The arguments of functions without a signature that Python can read."""
 
@@ -174,7 +178,7 @@ def _functions() -> dict[Any, str]:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a node by name, with defaults; empty if their names are not known."""
+    """The arguments of a node by name, with defaults; only keywords if no names are known."""
     target: Any = node.target
     if isinstance(target, types.FunctionType):
         bound = _signature(target).bind(*node.args, **node.kwargs)
@@ -295,7 +299,7 @@ def is_random(node: Node) -> bool:
     called = name(node)
     if called == ATTENTION:
         return bool(arguments(node).get("dropout_p", 0.0) != 0.0)
-    return called is None or called in _RANDOM or _is_seeded(called)
+    return called is None or called.removesuffix("_") in _RANDOM or _is_seeded(called)
 
 
 @functools.cache

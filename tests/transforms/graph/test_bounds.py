@@ -128,6 +128,7 @@ ONCE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "buffer": lambda x, y, total: total.add_(y.mean((0, 2, 3))).clone(),
     "dropout": lambda x, y, total: F.dropout(y, 0.5),
     "dropout2d": lambda x, y, total: F.dropout2d(y, 0.5),
+    "dropout2d in place": lambda x, y, total: F.dropout2d(y + 0.5, 0.5, True, True),
     "random": lambda x, y, total: y + torch.rand(11),
     "method": lambda x, y, total: y.sigmoid().bernoulli(),
     "attention": lambda x, y, total: F.scaled_dot_product_attention(y, y, y, None, 0.5),

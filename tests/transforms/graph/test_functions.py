@@ -161,6 +161,21 @@ def test_weights_that_forward_standardizes_are_constants() -> None:
     assert_as_eager(ours, model, images(2, 16, 7, 8))
 
 
+def test_options_of_builtin_functions_by_position() -> None:
+    """After a product, and of a value that they may write over."""
+    leaky_relu, hardtanh = torch._C._nn.leaky_relu, torch._C._nn.hardtanh
+
+    class Clipped(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return leaky_relu(y, 0.5), leaky_relu(x - 1, 0.5), hardtanh(x * 2, -0.5, 1.5)
+
+    model = Clipped(512, 512)
+    ours = Compiled(model)
+    for _ in range(3):
+        assert_as_eager(ours, model, torch.randn(64, 512))
+
+
 @pytest.mark.parametrize("statistics", [False, True])
 def test_batch_norm_in_training_writes_its_statistics(statistics: bool) -> None:
     model = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16, track_running_stats=statistics))
