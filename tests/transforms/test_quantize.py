@@ -458,6 +458,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     ),
     "run without loader": (network, {"run": lambda *_: None}, ValueError, "run needs a loader"),
     "max_batches without loader": (network, {"max_batches": 1}, ValueError, "es needs a loader"),
+    "progress without loader": (network, {"progress": True}, ValueError, "ss needs a loader"),
     "max_error too small": (
         network, {"loader": [torch.ones(2, 3, 8, 8)], "max_error": 1e-9}, ValueError,
         "nothing to quantize: 0: its error would be",
