@@ -467,15 +467,13 @@ class OffloadOptimizer(Optimizer):
     def master_params(self) -> Iterator[Tensor]:
         """The parameters' exact values, on the host, float32 if split, in the groups' order."""
         found: dict[Tensor, Tensor] = {}
-        self._find_groups()
-        for bucket in self._buckets:
-            if bucket.group is None:
-                continue
-            bucket.take_weights()
-            found.update(zip(bucket.params, bucket.exact_values()))
-        for group in self.param_groups:
-            for p in group["params"]:
-                yield found[p]
+        with between_steps(self, "master_params"):
+            self._find_groups()
+            for bucket in self._buckets:
+                if bucket.group is not None:
+                    bucket.take_weights()
+                    found.update(zip(bucket.params, bucket.exact_values()))
+        return iter([found[p] for group in self.param_groups for p in group["params"]])
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

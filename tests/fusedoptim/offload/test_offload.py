@@ -473,6 +473,9 @@ class TestContract:
         assert all(map(torch.equal, first, second))
         (_, plain), _ = networks(torch.float32, torch.optim.SGD)
         assert all(map(torch.equal, plain.master_params(), params_of(plain)))
+        at_the_call = both[0][1].master_params()
+        both[0][1].step()
+        assert all(map(torch.equal, at_the_call, first))
 
     def test_is_freed_with_its_hooks(self) -> None:
         (model, optimizer), _ = networks(torch.float32, FusedSGD)
