@@ -1,8 +1,9 @@
 """Fused PyTorch optimizers for Intel GPUs and x86 CPUs.
 
-Each optimizer is a drop-in for its ``torch.optim`` namesake. Its step is one launch of a kernel
-written in Python. Importing the package touches no device. torch is loaded when a class or a
-submodule is first accessed, so ``python -m fusedoptim`` works where torch does not.
+Each optimizer but FusedLamb is a drop-in for its ``torch.optim`` namesake. Its step is one launch
+of a kernel written in Python for each parameter group, device and dtype; FusedLamb's is two, or
+three in several processes. Importing the package touches no device. torch is loaded when a class
+or a submodule is first accessed, so ``python -m fusedoptim`` works where torch does not.
 """
 
 from __future__ import annotations

@@ -140,9 +140,9 @@ def optimize(
             additions, and the graph out of C++.
         graph_mode: in eval mode, capture the model with ``torch.compile`` and compute it by one
             plan of calls, as the backend :func:`transforms.graph_backend` does. The first call, and
-            the first with other shapes or another gradient mode, takes seconds. Copies and pickles
-            of the model compute without it. Off at both levels. With a ``sample_input`` the model
-            is called once, and the report says what was captured.
+            the first with other shapes or another gradient mode, takes a second or more. Copies and
+            pickles of the model compute without it. Off at both levels. With a ``sample_input`` the
+            model is called once, and the report says what was captured.
         fold_constants: with ``graph_mode``, compute once what depends only on parameters and
             buffers, which is the default. False keeps packed and folded weights only.
         sample_input: in eval mode, a tensor, a tuple of arguments or a dict of keyword arguments.

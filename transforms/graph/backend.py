@@ -32,10 +32,12 @@ def graph_backend(
     It needs no C++ compiler. Convolutions and Linears compute with packed weights, and also apply
     the activation that follows, convolutions an addition too. BatchNorms are folded. Values that
     depend on parameters and buffers alone are computed once. Results are written over values that
-    are no longer needed. float32 graphs with convolutions run in C++, by oneDNN Graph. All other
-    operators are torch's. Where gradients are recorded, the graph runs unchanged. Changes of the
-    parameters are noticed before the next call, except direct collectives and writes past torch, as
-    through NumPy arrays of them (docs/transforms.md).
+    are no longer needed. Graphs with convolutions, in float32 or bfloat16, run in C++ from the
+    second call with one shape on, and so do graphs with bfloat16 Linears, for their first shape;
+    oneDNN Graph compiles their products. All other operators are torch's. Where gradients are
+    recorded, the graph runs unchanged. Changes of the parameters are noticed before the next call,
+    except direct collectives and writes past torch, as through NumPy arrays of them
+    (docs/transforms.md).
 
     Args:
         graph: the graph that torch.compile captured.
