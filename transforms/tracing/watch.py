@@ -171,6 +171,8 @@ class Watch:
         """Values that a function held when it evaluated an open condition."""
         self.entered: set[nn.Module] = set()
         """The modules whose forward ran."""
+        self._import: types.FrameType | None = None
+        """The import that runs: nothing is followed while it does."""
         self._error: BaseException | None = None
         """What following the code raised, as an interrupt does: CPython may crash if a trace
         function raises."""
@@ -229,12 +231,16 @@ class Watch:
     def _begin(self, frame: types.FrameType) -> Any:
         """The function to call before each line of a frame, if any."""
         code = frame.f_code
+        if self._import is not None:
+            return None
         if code is _IMPORT:
-            # Nothing is followed while this method runs. What is imported later, as by a lazy
-            # import of torch, would take twenty times as long. The import itself then finds it, or
-            # fails again.
+            # Python calls no trace function while this method runs. What is imported later, as by a
+            # lazy import of torch, would take twenty times as long. The import itself then finds
+            # it, or fails again.
             with contextlib.suppress(Exception):
                 importlib.import_module(frame.f_locals["name"])
+            self._import = frame
+            return self._on_import
         if not _is_users(code.co_filename):
             return None
         function = self._enclosing(frame) or self._functions.setdefault(
@@ -247,6 +253,11 @@ class Watch:
         function.meet(frame.f_locals, self._originals)
         function.ran.add(frame.f_lineno)
         return functools.partial(self._on_line, function)
+
+    def _on_import(self, frame: types.FrameType, event: str, _: object) -> Any:
+        if event == "return":  # also after an exception
+            self._import = None
+        return self._on_import
 
     def _key(self, frame: types.FrameType) -> _Key:
         code = frame.f_code

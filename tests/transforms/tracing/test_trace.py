@@ -72,6 +72,17 @@ def test_imports_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "imported_lazily.py").write_text(body)
     (tmp_path / "fails_to_import.py").write_text(f"{body}raise ImportError\n")
     monkeypatch.syspath_prepend(tmp_path)
+    is_followed: list[bool] = []
+
+    class Finder:
+        """Python asks it for each module, as it asks pytest."""
+
+        @staticmethod
+        def find_spec(*_: object) -> None:
+            if is_followed is not None:  # a condition
+                is_followed.append(sys._getframe().f_trace is not None)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
 
     class Imports(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -86,6 +97,8 @@ def test_imports_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = randomise(Imports())
     assert len(fold(model)[1].done(CONV)) == 1
     assert sys.modules.pop("imported_lazily").was_followed is False
+    assert is_followed
+    assert not any(is_followed)
 
 
 class _Double(torch.autograd.Function):
