@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedoptim._torch_private import (
+    TensorGuards,
     count_modes,
     disable_dynamo,
     is_exported,
@@ -24,6 +25,7 @@ from fusedoptim._torch_private import (
     tracing_state,
     transform_level,
 )
+from fusedoptim.step.unchanged import tensor_guards
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
@@ -32,7 +34,7 @@ from transforms.rewrites.fused_activation import FusedActivation, mark_activated
 from transforms.rewrites.geometry import all_expanded, padding_of
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
 from transforms.rewrites.packed_copy import are_sources, can_follow
-from transforms.rewrites.watched_parameter import detached, state, unwatch_all
+from transforms.rewrites.watched_parameter import detached, exposures, state, unwatch_all
 
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes in which a product has its weight and its inputs, before INT8 replaces it."""
@@ -52,12 +54,59 @@ class _Packed(NamedTuple):
 
     sources: tuple[Callable[[], Tensor | None], ...]
     """Each returns the Parameter, weight or bias, or None if that is gone."""
-    state: tuple[object, ...]
+    state: tuple[tuple[Any, ...], ...]
+    """Of each: its address, version, uses and dtype."""
     shape: tuple[int, ...]
     weight: Tensor
     scales: Tensor
     bias: Tensor | None
     """float32."""
+
+
+class _Call(NamedTuple):
+    """A call that passed all checks, and what these depended on."""
+
+    packed: _Packed
+    grid: Grid | None
+    """The grid of the codes; None if each call finds its own."""
+    dtype: torch.dtype
+    """The dtype of the result."""
+    geometry: Any
+    options: tuple[object, ...]
+    """The module's attributes that give the geometry."""
+    passed: chain.Passed | None
+    """The meaning of the input, if it was codes."""
+    guards: TensorGuards
+    """Of the input and the parameters, and of torch's modes."""
+    exposures: int
+    """The number of the latest use of any watched Parameter."""
+    autocast: torch.dtype
+    """Autocast's dtype, whether or not it is enabled."""
+
+    def is_repeated(
+        self,
+        x: Tensor,
+        passed: chain.Passed | None,
+        params: Sequence[Tensor],
+        options: tuple[object, ...],
+    ) -> bool:
+        """Whether a call with these would pass the same checks, and use the same packed weight."""
+        sources, states = self.packed.sources, self.packed.state
+        return (
+            self.exposures == exposures()
+            and len(sources) == len(params)
+            and all(
+                source() is param and param.data_ptr() == address and param._version == version
+                for source, param, (address, version, *_) in zip(sources, params, states)
+            )
+            and self.options == options
+            and self.passed == passed
+            and self.autocast == torch.get_autocast_dtype("cpu")
+            and bool(torch.backends.mkldnn.enabled)
+            and type(x) is Tensor
+            and not x.is_nested  # torch's guards end the process at a nested tensor
+            and self.guards.check(x, *params)
+        )
 
 
 class Int8:
@@ -68,6 +117,7 @@ class Int8:
         """None if each call finds its own range."""
         self._grid: Grid | None = None
         self._packed: _Packed | None = None
+        self._last: _Call | None = None
         self._missed: tuple[int, ...] | None = None
         """The latest input's shape, if the weight is packed for another one."""
 
@@ -90,24 +140,49 @@ class Int8:
         A module that knows what follows it applies the activation, and returns codes for the next
         layer. ``x`` may be codes of the previous layer.
         """
-        taken = chain.passed(x)
-        dtype = _result_dtype(module, x, None if taken is None else taken.dtype)
-        if dtype is None or not self._takes(module, x):
+        passed, options = chain.passed(x), self._options(module)
+        weight, bias = module.weight, module.bias
+        params = (weight,) if bias is None else (weight, bias)
+        call = self._last
+        if call is None or not call.is_repeated(x, passed, params, options):
+            call = self._checked(module, x, passed, params, options)
+        if call is None:
             return None
-        if taken is None:
-            grid = self._grid_of(x)
-            codes = None if grid is None else operators.quantized_activation(x, grid)
-        else:
-            grid, codes = taken.grid, x
-        if grid is None or codes is None:
+        grid = self._grid_of(x) if call.grid is None else call.grid
+        if grid is None:
             return None
-        packed = self._weight(grid, module, x)
-        return None if packed is None else self._activated(module, codes, grid, packed, dtype)
+        codes = x if passed is not None else operators.quantized_activation(x, grid)
+        return None if codes is None else self._activated(module, codes, grid, call)
 
-    def _activated(
-        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, dtype: torch.dtype
-    ) -> Tensor:
-        post = chain.activation_of(module)
+    def _checked(
+        self,
+        module: Any,
+        x: Tensor,
+        passed: chain.Passed | None,
+        params: tuple[Tensor, ...],
+        options: tuple[object, ...],
+    ) -> _Call | None:
+        """Check all that a call depends on; None if it must be computed in floating point."""
+        latest = exposures()  # first: a later use makes the next call check everything
+        self._last = None
+        dtype = _result_dtype(x, params, None if passed is None else passed.dtype)
+        geometry = None if dtype is None else self._geometry(module)
+        if dtype is None or geometry is None or not self._takes(module, x, geometry):
+            return None
+        grid = self.grid if passed is None else passed.grid
+        packed = self._weight(params, grid, geometry, x)
+        if packed is None:
+            return None
+        guards, autocast = tensor_guards([x, *params]), torch.get_autocast_dtype("cpu")
+        call = _Call(packed, grid, dtype, geometry, options, passed, guards, latest, autocast)
+        # If the weight is packed for another shape, the next call may have to pack it again.
+        is_kept = packed is self._packed and self._missed is None
+        if is_kept and packed.state == _state(params) and are_sources(packed.sources, params):
+            self._last = call
+        return call
+
+    def _activated(self, module: Any, codes: Tensor, grid: Grid, call: _Call) -> Tensor:
+        dtype, post = call.dtype, chain.activation_of(module)
         name = None if post is None else post.attribute or post.of_numbers
         result, is_applied = Result(dtype), name in self._activations(module)
         if post is not None and is_applied:
@@ -117,7 +192,7 @@ class Int8:
             result = result._replace(
                 dtype=torch.uint8, scale=follower.scale, zero_point=follower.zero_point
             )
-        product = self._compute(module, codes, grid, packed, result)
+        product = self._compute(module, codes, grid, call, result)
         if follower is not None:
             chain.mark(product, chain.Passed(follower, dtype))
         if is_applied:
@@ -127,15 +202,13 @@ class Int8:
         return product
 
     def _grid_of(self, x: Tensor) -> Grid | None:
-        """The grid of the codes; None if the values of ``x`` have none."""
-        if self.range is not None:
-            return self.grid
+        """A grid for the values of ``x``; None if they have none."""
         low, high = (bound.item() for bound in torch.aminmax(x))
         return Grid.over(low, high) if abs(low) + abs(high) < torch.inf else None
 
-    def _weight(self, grid: Grid, module: Any, x: Tensor) -> _Packed | None:
-        weight, bias = module.weight, module.bias
-        params = (weight,) if bias is None else (weight, bias)
+    def _weight(
+        self, params: tuple[Tensor, ...], grid: Grid | None, geometry: Any, x: Tensor
+    ) -> _Packed | None:
         shape, packed, current = self._shape(x), self._packed, _state(params)
         if packed is not None and packed.state == current and are_sources(packed.sources, params):
             self._missed, missed = (None if shape == packed.shape else shape), self._missed
@@ -144,12 +217,12 @@ class Int8:
         self._packed = packed = None  # before the next is made, so that there is one at most
         can_be_kept = all(map(can_follow, params))
         current = _state(params)  # watched only now, and before values are read
-        codes = operators.quantized_weight(weight)
-        bias = None if bias is None else detached(bias).to(torch.float32, copy=True)
+        codes = operators.quantized_weight(params[0])
+        bias = None if len(params) == 1 else detached(params[1]).to(torch.float32, copy=True)
         if codes is None or not (bias is None or is_finite(bias)):
             return None
         sources = tuple(map(weakref.ref, params))
-        values = self._pack(codes, grid, module, x)
+        values = self._pack(codes, grid, geometry, x)
         packed = _Packed(sources, current, shape, values, codes.scales, bias)
         if can_be_kept:
             self._packed = packed
@@ -163,15 +236,23 @@ class Int8:
         """The activations that its operator applies."""
         raise NotImplementedError
 
-    def _takes(self, module: Any, x: Tensor) -> bool:
+    def _options(self, module: Any) -> tuple[object, ...]:
+        """The attributes that the geometry is computed from."""
+        return ()
+
+    def _geometry(self, module: Any) -> Any:
+        """The geometry of the product; None if the operators have none like it."""
+        return ()
+
+    def _takes(self, module: Any, x: Tensor, geometry: Any) -> bool:
         """Whether the operators accept this shape; if not, the module computes or refuses it."""
         raise NotImplementedError
 
-    def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
+    def _pack(self, codes: Codes, grid: Grid | None, geometry: Any, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def _compute(
-        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
+        self, module: Any, codes: Tensor, grid: Grid, call: _Call, result: Result
     ) -> Tensor:
         raise NotImplementedError
 
@@ -180,17 +261,18 @@ class _OfLinear(Int8):
     def _activations(self, module: Any) -> frozenset[str]:
         return operators.OF_LINEARS
 
-    def _takes(self, module: Any, x: Tensor) -> bool:
+    def _takes(self, module: Any, x: Tensor, geometry: Any) -> bool:
         outputs, columns = module.weight.shape
         is_like = x.dim() > 0 and x.numel() > 0 and x.size(-1) == columns
         return is_like and (module.bias is None or module.bias.shape == (outputs,))
 
-    def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
+    def _pack(self, codes: Codes, grid: Grid | None, geometry: Any, x: Tensor) -> Tensor:
         return operators.pack_linear(codes.values)
 
     def _compute(
-        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
+        self, module: Any, codes: Tensor, grid: Grid, call: _Call, result: Result
     ) -> Tensor:
+        packed = call.packed
         return operators.linear(codes, grid, packed.weight, packed.scales, packed.bias, result)
 
 
@@ -198,33 +280,37 @@ class _OfConvolution(Int8):
     def _activations(self, module: Any) -> frozenset[str]:
         return operators.OF_CONVOLUTIONS[module.weight.dim() - 2]
 
-    def _takes(self, module: Any, x: Tensor) -> bool:
+    def _options(self, module: Any) -> tuple[object, ...]:
+        return module.stride, module.padding, module.dilation, module.groups
+
+    def _geometry(self, module: Any) -> Geometry | None:
+        return _geometry(module)
+
+    def _takes(self, module: Any, x: Tensor, geometry: Geometry) -> bool:
         channels = module.weight.size(1) * module.groups
         is_like = x.dim() == module.weight.dim() and x.numel() > 0 and x.size(1) == channels
-        return is_like and _has_room(module, x)
+        return is_like and _has_room(geometry, module.weight, x)
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
         return tuple(x.shape[1:])
 
-    def _pack(self, codes: Codes, grid: Grid, module: Any, x: Tensor) -> Tensor:
-        geometry = _geometry(module)
-        assert geometry is not None  # as _takes has found
+    def _pack(self, codes: Codes, grid: Grid | None, geometry: Geometry, x: Tensor) -> Tensor:
+        assert grid is not None  # its range is known
         return operators.pack_convolution(codes, grid, geometry, list(x.shape))
 
     def _compute(
-        self, module: Any, codes: Tensor, grid: Grid, packed: _Packed, result: Result
+        self, module: Any, codes: Tensor, grid: Grid, call: _Call, result: Result
     ) -> Tensor:
-        geometry = _geometry(module)
-        assert geometry is not None  # as _takes has found
+        packed = call.packed
         y = operators.convolution(
-            codes, grid, packed.weight, packed.scales, packed.bias, geometry, result
+            codes, grid, packed.weight, packed.scales, packed.bias, call.geometry, result
         )
         # Later code may read strides, so they are those of torch's convolution.
         is_channels_last = _is_channels_last(codes) or _is_channels_last(module.weight)
         return y if is_channels_last else y.contiguous()
 
 
-def _state(params: Sequence[Tensor]) -> tuple[object, ...]:
+def _state(params: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
     """The state of what a packed weight was made from."""
     return tuple([(*state(param), param.dtype) for param in params])
 
@@ -239,12 +325,9 @@ def _geometry(module: Any) -> Geometry | None:
     return Geometry(stride, padding, dilation, module.groups)
 
 
-def _has_room(module: Any, x: Tensor) -> bool:
+def _has_room(geometry: Geometry, weight: Tensor, x: Tensor) -> bool:
     """Whether images are, with their padding, as large as the kernel."""
-    geometry = _geometry(module)
-    if geometry is None:
-        return False
-    dims = zip(x.shape[2:], geometry.padding, module.weight.shape[2:], geometry.dilation)
+    dims = zip(x.shape[2:], geometry.padding, weight.shape[2:], geometry.dilation)
     return all(size + 2 * padding > step * (taps - 1) for size, padding, taps, step in dims)
 
 
@@ -254,24 +337,26 @@ def _is_channels_last(t: Tensor) -> bool:
     return layout is not None and not t.is_contiguous() and t.is_contiguous(memory_format=layout)
 
 
-def _result_dtype(module: Any, x: Tensor, given: torch.dtype | None) -> torch.dtype | None:
+def _result_dtype(
+    x: Tensor, params: Sequence[Tensor], given: torch.dtype | None
+) -> torch.dtype | None:
     """The dtype of the result; None if these tensors cannot be computed in INT8.
 
     Args:
-        module: the layer.
-        x: its input.
+        x: a layer's input.
+        params: its weight, and its bias if it has one.
         given: the dtype of the values that ``x`` has the codes of, if it has codes.
     """
     if type(x) not in (Tensor, Parameter):
         return None
-    weight, bias, x_dtype = module.weight, module.bias, given or x.dtype
+    weight, x_dtype = params[0], given or x.dtype
     if not (x.is_cpu and weight.is_cpu):
         return None
     if x.layout is not torch.strided or not torch.backends.mkldnn.enabled:
         return None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    elif weight.dtype == x_dtype and (bias is None or bias.dtype == x_dtype):
+    elif all(param.dtype == x_dtype for param in params):
         dtype = x_dtype
     else:
         return None  # torch's module raises

@@ -122,7 +122,11 @@ def quantized_activation(x: Tensor, grid: Grid) -> Tensor | None:
 
 def _is_dense(x: Tensor) -> bool:
     """Whether the elements fill one piece of memory without overlapping."""
-    return x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(x)
+    return (
+        x.is_contiguous()
+        or x.is_contiguous(memory_format=torch.channels_last)
+        or torch.ops.aten.is_non_overlapping_and_dense.default(x)
+    )
 
 
 def _in_memory(x: Tensor) -> Tensor:

@@ -1,0 +1,110 @@
+"""A layer in INT8 that is called again notices whatever has changed since its previous call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusedoptim import transforms
+
+
+@pytest.fixture(autouse=True)
+def _gradients_off() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def _written(layer: Any) -> None:
+    layer.weight.mul_(2)
+
+
+def _bias_written(layer: Any) -> None:
+    layer.bias.add_(1)
+
+
+def _bias_written_through_data(layer: Any) -> None:
+    layer.bias.data.add_(1)
+
+
+def _replaced(layer: Any) -> None:
+    layer.weight = nn.Parameter(-layer.weight.detach())
+
+
+def _without_bias(layer: Any) -> None:
+    layer.bias = None
+
+
+def _other_stride(layer: Any) -> None:
+    layer.stride = (2, 2)
+
+
+def _other_padding(layer: Any) -> None:
+    layer.padding = (1, 1)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    _written,
+    _bias_written,
+    _bias_written_through_data,
+    _replaced,
+    _without_bias,
+    _other_stride,
+    _other_padding,
+]
+
+
+def _called_twice() -> tuple[Any, Tensor]:
+    x = torch.randn(2, 16, 9, 9).to(memory_format=torch.channels_last)
+    layer: Any = transforms.quantize(nn.Sequential(nn.Conv2d(16, 16, 3)).eval(), [x])[0]
+    for _ in range(2):
+        layer(x)
+    return layer, x
+
+
+def assert_as_new(layer: Any, x: Tensor) -> None:
+    """A copy has checked and packed nothing."""
+    expected = copy.deepcopy(layer)(x)
+    actual = layer(x)
+    assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers(change: Callable[[Any], None]) -> None:
+    layer, x = _called_twice()
+    before = layer(x)
+    change(layer)
+    after = layer(x)
+    assert after.shape != before.shape or not torch.equal(after, before)
+    for _ in range(2):
+        assert_as_new(layer, x)
+
+
+def test_inputs() -> None:
+    layer, x = _called_twice()
+    for other in (x.contiguous(), x[:1], x[..., :8], x[:0], x.bfloat16().float(), x * torch.inf, x):
+        for _ in range(3):
+            assert_as_new(layer, other)
+    with pytest.raises(RuntimeError, match="channels"):
+        layer(x[:, :8])
+    with pytest.raises(RuntimeError, match="type"):
+        layer(x.bfloat16())
+
+
+def test_modes() -> None:
+    layer, x = _called_twice()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            assert layer(x).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+        torch.testing.assert_close(layer(x), nn.Conv2d.forward(layer, x), rtol=0, atol=0)
+    with torch.inference_mode():
+        assert_as_new(layer, x)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="no gradients"):
+        layer(x)
+    assert_as_new(layer, x)
