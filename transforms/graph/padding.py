@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from transforms.graph import operators
 from transforms.graph.batch_norms import finite_in, folded_weight
 from transforms.graph.operators import CONVOLUTIONS, arguments, is_tensor, value
-from transforms.rewrites.geometry import expanded, may_see_only_padding, named_padding
+from transforms.rewrites.geometry import may_see_only_padding, named_padding, window_of
 from transforms.rewrites.watched_parameter import detached
 
 
@@ -96,13 +96,10 @@ def _is_empty(x: Tensor) -> bool:
 def _padding(given: Mapping[str, Any], ends: list[int], weight: Tensor) -> tuple[int, ...] | None:
     """The padding of a convolution that adds zeros itself; None if it cannot."""
     count = weight.dim() - 2
-    own, stride, dilation = (
-        expanded(given.get(key, default), count)
-        for key, default in (("padding", 0), ("stride", 1), ("dilation", 1))
-    )
-    if own is None or stride is None or dilation is None or any(ends[count:]):
+    window = window_of(given, count)
+    if window is None or any(ends[count:]):
         return None
     ends = [*ends, *[0] * count][:count]
-    padding = tuple(a + b for a, b in zip(own, reversed(ends)))
-    may_crash = may_see_only_padding(weight.shape[-1], stride[-1], padding[-1], dilation[-1])
-    return None if may_crash else padding
+    padding = tuple(a + b for a, b in zip(window.padding, reversed(ends)))
+    last = weight.shape[-1], window.stride[-1], padding[-1], window.dilation[-1]
+    return None if may_see_only_padding(*last) else padding

@@ -135,7 +135,7 @@ class Plan:
                 key, laid_out = self._key(args), self._laid_out
                 if laid_out is not None and laid_out.key == key:
                     return self._run_laid_out(kept, laid_out, args)
-                if not self._is_passing(key):
+                if self._is_to_be_laid_out(key):
                     return self._record(kept, key, args)
             return self._run(kept, self._general, args)
         except NotFinite:
@@ -155,8 +155,8 @@ class Plan:
         compared = self._compared(kept, args)
         if laid_out.compared != compared:  # the weights have changed
             laid_out = self._lay_out(kept, laid_out.key, laid_out.layouts, args)
-        script = self._script(kept, laid_out, args)
-        result = self._run(kept, laid_out.variant, args) if script is None else script(args)
+        compiled = self._script(kept, laid_out, args)
+        result = self._run(kept, laid_out.variant, args) if compiled is None else compiled(args)
         if not compared:
             return result
         result, found = result[: -len(compared)], result[-len(compared) :]
@@ -264,19 +264,19 @@ class Plan:
             key += (given.shape, given.stride()) if isinstance(given, Tensor) else (given,)
         return tuple(key)
 
-    def _is_passing(self, key: tuple[object, ...]) -> bool:
-        """Whether an input's shape is new: it is ignored until it comes often enough in a row.
+    def _is_to_be_laid_out(self, key: tuple[object, ...]) -> bool:
+        """Count a call with a new shape; return whether it has come often enough in a row.
 
         Laying out takes longer than many calls, so each waits for more calls than the one before.
         """
         if self._laid_out is None:
-            return False
+            return True
         self._misses = self._misses + 1 if key == self._missed else 1
         self._missed = key
         if self._misses < self._most_misses:
-            return True
+            return False
         self._most_misses *= 2
-        return False
+        return True
 
     def _record(self, kept: _Kept, key: tuple[object, ...], args: Sequence[Any]) -> Any:
         """Run the graph once, and lower it for the layouts that occur."""

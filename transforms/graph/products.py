@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from transforms.graph import operators
 from transforms.graph.bounds import CLAMPS
 from transforms.graph.operators import CONVOLUTIONS, arguments, is_writing, value
-from transforms.rewrites.geometry import expanded, may_see_only_padding
+from transforms.rewrites.geometry import expanded, may_see_only_padding, window_of
 from transforms.rewrites.packed import LEAST_PRODUCTS, reorder_linear, supported_dtypes
 from transforms.rewrites.post_ops import NO_OP, OF_FUNCTIONS, RELU, PostOp, clamp, gelu, leaky_relu
 from transforms.rewrites.schemas import changed
@@ -201,17 +201,12 @@ def _geometry(called: str, a: Mapping[str, Any], x: Node, weight: Node) -> tuple
     count = _DIMENSIONS[called]
     if value(x).dim() != count + 2 or value(weight).dim() != count + 2:
         return None
-    padding, output_padding, stride, dilation = (
-        expanded(a.get(key, default), count)
-        for key, default in (("padding", 0), ("output_padding", 0), ("stride", 1), ("dilation", 1))
-    )
+    window, output_padding = window_of(a, count), expanded(a.get("output_padding", 0), count)
     groups = a.get("groups", 1)
-    if padding is None or output_padding is None or stride is None or dilation is None:
-        return None
-    if not isinstance(groups, int):
+    if window is None or output_padding is None or not isinstance(groups, int):
         return None
     middle = (output_padding,) if called == "conv_transpose2d" else ()
-    return (padding, *middle, stride, dilation, groups)
+    return (window.padding, *middle, window.stride, window.dilation, groups)
 
 
 def may_crash(node: Node) -> bool:
@@ -219,14 +214,11 @@ def may_crash(node: Node) -> bool:
     called, a = operators.name(node), arguments(node)
     if called not in CONVOLUTIONS or not operators.is_tensor(a.get("weight")):
         return False
-    size = value(a["weight"]).shape[-1]
-    stride, padding, dilation = (
-        expanded(a.get(key, default), 1)
-        for key, default in (("stride", 1), ("padding", 0), ("dilation", 1))
-    )
-    if not isinstance(size, int) or stride is None or padding is None or dilation is None:
+    size, window = value(a["weight"]).shape[-1], window_of(a, 1)
+    if not isinstance(size, int) or window is None:
         return False
-    return may_see_only_padding(size, stride[-1], padding[-1], dilation[-1])
+    padding, stride, dilation = (numbers[-1] for numbers in window)
+    return may_see_only_padding(size, stride, padding, dilation)
 
 
 def activation(node: Node, of: Product, is_finite: bool) -> PostOp | None:

@@ -47,7 +47,7 @@ class Snapshot:
         if not all(can_be_source(args[i]) for i in positions):
             raise CannotWatch
         params = [i for i in positions if type(args[i]) is WatchedParameter]
-        self._buffers = [(i, args[i], args[i].clone()) for i in positions if i not in set(params)]
+        self._buffers = [_Buffer(i, args[i]) for i in positions if i not in set(params)]
         self._get = _getter(params)
         found = self._get(args)
         # Before settle(), so that a use in another thread meanwhile is noticed.
@@ -76,10 +76,22 @@ class Snapshot:
             and tuple(map(id, found)) == self._ids
             and _states(found) == (self._versions, self._addresses)
             and all(
-                args[i] is before and _compare(before.data_ptr(), copy.data_ptr(), copy.nbytes) == 0
-                for i, before, copy in self._buffers
+                args[each.position] is each.tensor
+                and _compare(each.tensor.data_ptr(), each.address, each.nbytes) == 0
+                for each in self._buffers
             )
         )
+
+
+class _Buffer:
+    """A buffer, and a copy of what it was."""
+
+    __slots__ = ("_copy", "address", "nbytes", "position", "tensor")
+
+    def __init__(self, position: int, tensor: Tensor) -> None:
+        self.position, self.tensor = position, tensor
+        self._copy = tensor.clone()
+        self.address, self.nbytes = self._copy.data_ptr(), self._copy.nbytes
 
 
 def _states(params: Sequence[Tensor]) -> tuple[list[int], list[int]]:

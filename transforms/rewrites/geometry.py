@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -15,6 +15,24 @@ def expanded(numbers: Any, count: int) -> tuple[int, ...] | None:
     if not isinstance(numbers, tuple | list) or not all(isinstance(n, int) for n in numbers):
         return None
     return tuple(numbers) * count if len(numbers) == 1 else tuple(numbers)
+
+
+class Window(NamedTuple):
+    """How the window of a convolution moves: one number for each dimension."""
+
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+def window_of(given: Mapping[str, Any], count: int) -> Window | None:
+    """The window of a call with these arguments; None if one of them is no number."""
+    padding = expanded(given.get("padding", 0), count)
+    stride = expanded(given.get("stride", 1), count)
+    dilation = expanded(given.get("dilation", 1), count)
+    if padding is None or stride is None or dilation is None:
+        return None
+    return Window(padding, stride, dilation)
 
 
 def all_expanded(count: int, *given: Any) -> tuple[tuple[int, ...], ...] | None:
