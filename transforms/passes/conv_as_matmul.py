@@ -11,7 +11,7 @@ from torch import nn
 
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
-from transforms.rewrites import conv_as_matmul, exchanged_class
+from transforms.rewrites import conv_as_matmul
 from transforms.rewrites.conv_as_matmul import MatmulConv2d
 from transforms.tracing.modules import objection_to_exchange
 
@@ -20,19 +20,15 @@ class ConvAsMatmul(ExchangingPass):
     """Replaces the classes of convolutions; each call decides by the size of its images."""
 
     knob = "conv_as_matmul"
+    what = "small images as products of matrices, forward and backward"
 
     def run(self, job: Job) -> list[Entry]:
         """Replace classes; entries are all 2-d convolutions."""
-        entries = []
-        for name, module in job.model.named_modules():
-            if isinstance(module, MatmulConv2d) or not isinstance(module, nn.Conv2d):
-                continue
-            reason = _objection(module, job.options.dtype) or job.asked.objection(module)
-            if reason is None:
-                exchanged_class.exchange(module, MatmulConv2d, job.undo)
-            what = "small images as products of matrices, forward and backward"
-            entries.append(Entry(name, reason or what, done=reason is None))
-        return entries
+        return [
+            self.exchange(job, name, module, MatmulConv2d, _objection(module, job.options.dtype))
+            for name, module in job.model.named_modules()
+            if isinstance(module, nn.Conv2d) and not isinstance(module, MatmulConv2d)
+        ]
 
 
 def _objection(module: nn.Conv2d, cast_to: torch.dtype | None) -> str | None:

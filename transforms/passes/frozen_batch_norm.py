@@ -6,31 +6,31 @@ The class of each FrozenBatchNorm2d of torchvision and detectron2 becomes
 
 from __future__ import annotations
 
+from torch import nn
+
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
-from transforms.rewrites import exchanged_class
 from transforms.rewrites.frozen_batch_norm import FrozenBatchNorm
-from transforms.tracing.modules import frozen_batch_norms, has_replaced_methods
+from transforms.tracing.modules import Kinds, frozen_batch_norms, has_replaced_methods
 
 
 class FuseFrozenBatchNorm(ExchangingPass):
     """Replaces the classes of frozen BatchNorms by ours."""
 
     knob = "fuse_frozen_batch_norm"
+    what = "one operation forward, and one backward"
 
     def run(self, job: Job) -> list[Entry]:
         """Replace classes."""
         kinds = frozen_batch_norms()
-        entries = []
-        for name, module in job.model.named_modules():
-            if not isinstance(module, kinds):
-                continue
-            if type(module) not in kinds or has_replaced_methods(module):
-                reason: str | None = f"{type(module).__name__} overrides its methods"
-            else:
-                reason = job.asked.objection(module)
-            if reason is None:
-                exchanged_class.exchange(module, FrozenBatchNorm, job.undo)
-            what = "one operation forward, and one backward"
-            entries.append(Entry(name, reason or what, done=reason is None))
-        return entries
+        return [
+            self.exchange(job, name, module, FrozenBatchNorm, _objection(module, kinds))
+            for name, module in job.model.named_modules()
+            if isinstance(module, kinds)
+        ]
+
+
+def _objection(module: nn.Module, kinds: Kinds) -> str | None:
+    if type(module) in kinds and not has_replaced_methods(module):
+        return None
+    return f"{type(module).__name__} overrides its methods"

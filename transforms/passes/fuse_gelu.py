@@ -13,7 +13,6 @@ from torch import nn
 from fusedoptim.nn import GELU
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
-from transforms.rewrites import exchanged_class
 from transforms.tracing.modules import Kinds, has_replaced_methods
 from transforms.tracing.source import functions_called
 
@@ -26,22 +25,20 @@ class FuseGELU(ExchangingPass):
     """Replaces approximate GELUs by ours; exact ones stay torch's, and are not reported."""
 
     knob = "fuse_gelu"
+    what = "one kernel forward, and one backward"
 
     def run(self, job: Job) -> list[Entry]:
         """Replace classes."""
         kinds = _kinds()
         entries = []
         for name, module in job.model.named_modules():
-            if not _is_approximate(module, kinds):
-                if _calls_approximation(type(module)):
-                    what = "calls torch.nn.functional.gelu(approximate='tanh'), which stays torch's"
-                    entries.append(Entry(name, what, done=False))
-                continue
-            reason = _objection(module, kinds) or job.asked.objection(module)
-            if reason is None:
-                exchanged_class.exchange(module, GELU, job.undo, approximate="tanh")
-            what = "one kernel forward, and one backward"
-            entries.append(Entry(name, reason or what, done=reason is None))
+            if _is_approximate(module, kinds):
+                reason = _objection(module, kinds)
+                entry = self.exchange(job, name, module, GELU, reason, approximate="tanh")
+                entries.append(entry)
+            elif _calls_approximation(type(module)):
+                why = "calls torch.nn.functional.gelu(approximate='tanh'), which stays torch's"
+                entries.append(Entry(name, why, done=False))
         return entries
 
 

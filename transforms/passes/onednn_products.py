@@ -13,37 +13,27 @@ from torch import nn
 
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
-from transforms.rewrites import exchanged_class, onednn_products
+from transforms.rewrites import onednn_products
 from transforms.rewrites.onednn_products import OneDNNLinear, OneDNNModule
-from transforms.tracing.modules import (
-    Kinds,
-    objection_to_exchange,
-    transposed_linears,
-)
+from transforms.tracing.modules import objection_to_exchange, transposed_linears
 
 
 class OneDNNProducts(ExchangingPass):
     """Replaces the classes of Linears; each call decides whether oneDNN computes the product."""
 
     knob = "onednn_products"
+    what = "float32 products by oneDNN, forward and backward, if they are large"
 
     def run(self, job: Job) -> list[Entry]:
         """Replace classes; entries are all Linears."""
-        ours = _ours()
-        kinds = tuple(ours)
         of_all = _objection_to_all(job)
-        entries = []
-        for name, module in job.model.named_modules():
-            if isinstance(module, OneDNNModule) or not isinstance(module, kinds):
-                continue
-            reason = of_all or _objection(module, kinds) or job.asked.objection(module)
-            if reason is None:
-                exchanged_class.exchange(
-                    module, ours[type(module)], job.undo, **onednn_products.attributes()
-                )
-            what = "float32 products by oneDNN, forward and backward, if they are large"
-            entries.append(Entry(name, reason or what, done=reason is None))
-        return entries
+        given = onednn_products.attributes()
+        return [
+            self.exchange(job, name, module, ours, of_all or _objection(module, kind), **given)
+            for name, module in job.model.named_modules()
+            for kind, ours in _ours().items()
+            if isinstance(module, kind) and not isinstance(module, OneDNNModule)
+        ]
 
 
 def _ours() -> dict[type[nn.Module], type[OneDNNModule]]:
@@ -62,8 +52,8 @@ def _objection_to_all(job: Job) -> str | None:
     return onednn_products.objection()
 
 
-def _objection(module: nn.Module, kinds: Kinds) -> str | None:
-    if (reason := objection_to_exchange(module, kinds)) is not None:
+def _objection(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    if (reason := objection_to_exchange(module, (kind,))) is not None:
         return reason
     dtype: Any = module.weight.dtype
     if dtype is torch.float32:

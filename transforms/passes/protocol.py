@@ -75,6 +75,24 @@ class Pass:
 class ExchangingPass(Pass):
     """A pass that replaces the classes of modules, and does nothing else."""
 
+    what: ClassVar[str]
+    """What the new class of a module changes, for the report."""
+
+    def exchange(
+        self,
+        job: Job,
+        name: str,
+        module: nn.Module,
+        ours: type[nn.Module],
+        objection: str | None,
+        **attributes: object,
+    ) -> Entry:
+        """Replace a module's class, unless there is an objection; return the module's entry."""
+        reason = objection or job.asked.objection(module)
+        if reason is None:
+            exchanged_class.exchange(module, ours, job.undo, **attributes)
+        return Entry(name, reason or self.what, done=reason is None)
+
     def undo(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Restore the classes of all modules."""
         exchanged_class.revert_all(model)
