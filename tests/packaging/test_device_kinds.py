@@ -35,12 +35,11 @@ FOR_CPUS = {
     "transforms.passes.graph_mode": "the backend is for the CPU",
     "transforms.passes.pack_weights": "oneDNN's packed weights",
     "transforms.passes.parallel_dropout": "only on the CPU does torch draw masks on one thread",
-    "transforms.quantization.candidates": "oneDNN's INT8",
     "transforms.rewrites.for_training": "oneDNN's products",
     "transforms.rewrites.int8": "oneDNN's INT8",
     "transforms.rewrites.packed": "oneDNN's packed weights",
     "transforms.rewrites.registered_attention": "as in transforms.passes.parallel_dropout",
-    "transforms.tracing.modules": "oneDNN's products",
+    "transforms.tracing.modules": "oneDNN's products and its INT8",
 }
 """What these do, they do on the CPU alone. Models and tensors on any other device are
 left to torch, also on one of a new kind."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from transforms.graph.lowering import Parts
@@ -17,11 +17,11 @@ from transforms.graph.products import absent_operators, may_crash
 from transforms.graph.sources import can_be_source
 from transforms.rewrites.packed import missing_operators
 from transforms.rewrites.schemas import difference
-from transforms.rewrites.watched_parameter import WatchedParameter
+from transforms.rewrites.watched_parameter import WATCHABLE
 
 __all__ = ["graph_backend"]
 
-_PLAIN = (Tensor, nn.Parameter, WatchedParameter)
+_PLAIN = (Tensor, *WATCHABLE)
 
 
 def graph_backend(

@@ -11,7 +11,7 @@ from torch import nn
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
 from transforms.rewrites.frozen_batch_norm import FrozenBatchNorm
-from transforms.tracing.modules import Kinds, frozen_batch_norms, has_replaced_methods
+from transforms.tracing.modules import Kinds, frozen_batch_norms, is_plain
 
 
 class FuseFrozenBatchNorm(ExchangingPass):
@@ -31,6 +31,4 @@ class FuseFrozenBatchNorm(ExchangingPass):
 
 
 def _objection(module: nn.Module, kinds: Kinds) -> str | None:
-    if type(module) in kinds and not has_replaced_methods(module):
-        return None
-    return f"{type(module).__name__} overrides its methods"
+    return None if is_plain(module, kinds) else f"{type(module).__name__} overrides its methods"

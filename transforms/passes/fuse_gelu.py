@@ -13,7 +13,7 @@ from torch import nn
 from fusedoptim.nn import GELU
 from transforms.passes.protocol import ExchangingPass, Job
 from transforms.reports import Entry
-from transforms.tracing.modules import Kinds, has_replaced_methods
+from transforms.tracing.modules import Kinds, is_plain
 from transforms.tracing.source import functions_called
 
 _MODULE = "transformers.activations"
@@ -64,6 +64,6 @@ def _calls_approximation(cls: type[nn.Module]) -> bool:
 
 
 def _objection(module: nn.Module, kinds: Kinds) -> str | None:
-    if type(module) in kinds and not has_replaced_methods(module):
+    if is_plain(module, kinds):
         return None
     return f"overrides GELU: {type(module).__name__} may differ from it"

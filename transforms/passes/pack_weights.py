@@ -15,14 +15,14 @@ from transforms.rewrites.packed import PackedModule
 from transforms.rewrites.packed_copy import Pack
 from transforms.rewrites.packed_lstm import PackedLSTM
 from transforms.rewrites.schemas import difference
-from transforms.rewrites.watched_parameter import WatchedParameter, unwatch_all
+from transforms.rewrites.watched_parameter import WATCHABLE, unwatch_all
 from transforms.tracing.modules import (
     COMPUTED,
     NO_PARAMETER,
     Kinds,
     has_computed_tensors,
     has_own_parameters,
-    has_replaced_methods,
+    is_plain,
 )
 
 _CLASSES: dict[type[nn.Module], type[PackedModule]] = {**packed.CLASSES, nn.LSTM: PackedLSTM}
@@ -88,7 +88,7 @@ def _objection(module: nn.Module) -> str | None:
         return f"torch's operators of oneDNN have no {type(module).__name__}"
     if isinstance(module, _TRANSPOSED):
         return "oneDNN returns other strides than torch: a copy costs most of what packing gains"
-    if type(module) not in _CLASSES or has_replaced_methods(module):
+    if not is_plain(module, tuple(_CLASSES)):
         return f"overrides its methods: {type(module).__name__} may differ"
     if not isinstance(module, nn.LSTM) and not has_own_parameters(module):
         return NO_PARAMETER
@@ -96,7 +96,7 @@ def _objection(module: nn.Module) -> str | None:
     if absent:
         return difference(absent)
     for weight in (module._parameters[name] for name in names):
-        if weight is None or type(weight) not in (nn.Parameter, WatchedParameter):
+        if weight is None or type(weight) not in WATCHABLE:
             return f"has a weight of class {type(weight).__name__}"
         if weight.device.type != "cpu":
             return f"is on {weight.device.type}: oneDNN's packed weights are for the CPU"

@@ -16,7 +16,7 @@ from fusedoptim.nn import AlphaDropout, Dropout, MultiheadAttention
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class, registered_attention
-from transforms.tracing.modules import has_replaced_methods
+from transforms.tracing.modules import is_plain
 from transforms.tracing.source import functions_called, names_used
 
 _BY_CHANNEL = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
@@ -88,7 +88,7 @@ def _objection(module: nn.Module) -> str | None:
     if isinstance(module, _BY_CHANNEL):
         return "draws one number for each channel, which is quick"
     torchs = nn.AlphaDropout if isinstance(module, nn.AlphaDropout) else nn.Dropout
-    if type(module) is torchs and not has_replaced_methods(module):
+    if is_plain(module, (torchs,)):
         return None
     return f"is not a plain torch.nn.{torchs.__name__}: {type(module).__name__} may differ from it"
 
@@ -103,7 +103,7 @@ def _objection_to_code(cls: type[nn.Module]) -> str | None:
 
 
 def _objection_to_attention(module: nn.MultiheadAttention) -> str | None:
-    if type(module) is not nn.MultiheadAttention or has_replaced_methods(module):
+    if not is_plain(module, (nn.MultiheadAttention,)):
         name = type(module).__name__
         return f"is not a plain torch.nn.MultiheadAttention: {name} may differ from it"
     if module.bias_k is not None or module.add_zero_attn:

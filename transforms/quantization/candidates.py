@@ -11,15 +11,9 @@ from torch import nn
 from transforms.rewrites import fast_path, geometry
 from transforms.rewrites.finite import is_finite
 from transforms.rewrites.int8 import CLASSES, DTYPES, Int8Module
-from transforms.rewrites.watched_parameter import WatchedParameter
+from transforms.rewrites.watched_parameter import WATCHABLE
 from transforms.tracing.asked import Asked
-from transforms.tracing.modules import (
-    COMPUTED,
-    TRANSPOSED,
-    Kinds,
-    has_computed_tensors,
-    has_replaced_methods,
-)
+from transforms.tracing.modules import TRANSPOSED, Kinds, objection_to_exchange
 
 _KINDS: Kinds = tuple(CLASSES)
 
@@ -73,15 +67,10 @@ def _kept(model: nn.Module, keep: Sequence[str]) -> Mapping[nn.Module, str]:
 
 
 def _objection(module: Any) -> str | None:
-    if has_computed_tensors(module):
-        return COMPUTED
-    if type(module) not in CLASSES or has_replaced_methods(module):
-        return f"overrides its methods: {type(module).__name__} may differ"
+    elsewhere = "is on {device}: oneDNN's INT8 is for the CPU"
+    if (reason := objection_to_exchange(module, _KINDS, WATCHABLE, elsewhere)) is not None:
+        return reason
     weight = module.weight
-    if type(weight) not in (nn.Parameter, WatchedParameter):
-        return f"has a weight of class {type(weight).__name__}"
-    if weight.device.type != "cpu":
-        return f"is on {weight.device}: oneDNN's INT8 is for the CPU"
     if weight.dtype not in DTYPES:
         return f"is {weight.dtype}: INT8 replaces float32 and bfloat16"
     if weight.numel() == 0:

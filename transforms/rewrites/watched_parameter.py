@@ -50,6 +50,10 @@ class WatchedParameter(nn.Parameter):
         return result
 
 
+WATCHABLE = (nn.Parameter, WatchedParameter)
+"""The classes of parameters that :func:`watch` accepts."""
+
+
 def detached(tensor: Tensor) -> Tensor:
     """The values, to be read: of a watched Parameter too, this does not count as a use."""
     return Tensor.detach(tensor)

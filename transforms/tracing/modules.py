@@ -67,22 +67,34 @@ def has_replaced_methods(module: nn.Module) -> bool:
     return not vars(module).keys().isdisjoint(_BEHAVIOUR)
 
 
-def objection_to_exchange(module: nn.Module, kinds: Kinds) -> str | None:
+def is_plain(module: nn.Module, kinds: Kinds) -> bool:
+    """Whether the module computes by one of these classes itself; subclasses may differ."""
+    return type(module) in kinds and not has_replaced_methods(module)
+
+
+def objection_to_exchange(
+    module: nn.Module,
+    kinds: Kinds,
+    of_weight: tuple[type, ...] = (Tensor, nn.Parameter),
+    elsewhere: str = "is on {device.type}: only the CPU's products are replaced",
+) -> str | None:
     """Why the module's class cannot become one of ours for the CPU, or None.
 
     Args:
         module: has a weight.
-        kinds: the classes that ours stand for; subclasses may differ.
+        kinds: the classes that ours stand for.
+        of_weight: the classes that the weight may have.
+        elsewhere: what to say of a weight on another ``{device}``.
     """
     if has_computed_tensors(module):
         return COMPUTED
-    if type(module) not in kinds or has_replaced_methods(module):
+    if not is_plain(module, kinds):
         return f"overrides its methods: {type(module).__name__} may differ"
     weight: Any = module.weight
-    if type(weight) not in (Tensor, nn.Parameter):
+    if type(weight) not in of_weight:
         return f"has a weight of class {type(weight).__name__}"
-    device = weight.device.type
-    return None if device == "cpu" else f"is on {device}: only the CPU's products are replaced"
+    device = weight.device
+    return None if device.type == "cpu" else elsewhere.format(device=device)
 
 
 def has_hooks(module: nn.Module) -> bool:
