@@ -8,12 +8,10 @@ from torch.optim import Optimizer
 from transforms.passes.protocol import Job, Pass
 from transforms.reports import Entry
 from transforms.rewrites import exchanged_class
-from transforms.rewrites.fused_activation import FusedActivation
+from transforms.rewrites.fused_activation import FusedActivation, make_fused, objection
 from transforms.rewrites.packed import PackedProduct
 from transforms.rewrites.post_ops import ACTIVATION, activations, post_op
-from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
-from transforms.tracing.modules import has_replaced_methods
 
 
 class Fuse(Pass):
@@ -31,7 +29,7 @@ class Fuse(Pass):
         kinds = activations(job.model)
         names = {module: name for name, module in job.model.named_modules()}
         known = (m for m in names if post_op(m) is not None and not isinstance(m, FusedActivation))
-        reasons = {a: _objection(a) or job.asked.objection(a) for a in known}
+        reasons = {a: objection(a, job.asked) for a in known}
         if not any(isinstance(m, PackedProduct) for m in names):
             why = "no module has packed weights (weights_prepack)"
             return [Entry(names[m], reason or why, done=False) for m, reason in reasons.items()]
@@ -39,7 +37,9 @@ class Fuse(Pass):
         fed: dict[nn.Module, list[str]] = {}
         for feeder, activation in found.after.items():
             if reasons[activation] is None:
-                _join(feeder, activation, job.undo)
+                job.undo.callback(vars(feeder).pop, ACTIVATION, None)
+                make_fused(activation, job.undo)
+                vars(feeder)[ACTIVATION] = activation  # in vars(), as it is not a child
                 fed.setdefault(activation, []).append(names[feeder])
         entries = []
         for activation, reason in reasons.items():
@@ -57,16 +57,3 @@ class Fuse(Pass):
             vars(module).pop(ACTIVATION, None)
             if isinstance(module, FusedActivation):
                 exchanged_class.revert(module)
-
-
-def _join(feeder: nn.Module, activation: nn.Module, undo: Undo) -> None:
-    undo.callback(vars(feeder).pop, ACTIVATION, None)
-    if not isinstance(activation, FusedActivation):  # it may follow several modules
-        exchanged_class.exchange(activation, FusedActivation, undo)
-    vars(feeder)[ACTIVATION] = activation  # in vars(), as it is not a child
-
-
-def _objection(activation: nn.Module) -> str | None:
-    if has_replaced_methods(activation):
-        return f"overrides its methods: {type(activation).__name__} may differ"
-    return None

@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from transforms.rewrites import exchanged_class
-from transforms.rewrites.fused_activation import FusedActivation
+from transforms.rewrites.fused_activation import objection
 from transforms.rewrites.int8 import CLASSES
 from transforms.rewrites.post_ops import activations, post_op
-from transforms.rewrites.undoing import Undo
 from transforms.tracing.activations import find_activations
 from transforms.tracing.asked import Asked
-from transforms.tracing.modules import has_replaced_methods
 
 
 class Following(NamedTuple):
@@ -42,20 +39,8 @@ def find_following(
     found = {}
     for layer in layers:
         activation = activated.get(layer)
-        if activation is not None and not _is_plain(activation, asked):
+        if activation is not None and (post_op(activation) is None or objection(activation, asked)):
             activation = None
         following = fed.get(layer if activation is None else activation)
         found[layer] = Following(activation, following if following in chosen else None)
     return found
-
-
-def join(following: Collection[Following], undo: Undo) -> None:
-    """Make activations act on the marks that layers leave."""
-    for each in following:
-        if each.activation is not None and not isinstance(each.activation, FusedActivation):
-            exchanged_class.exchange(each.activation, FusedActivation, undo)
-
-
-def _is_plain(activation: nn.Module, asked: Asked) -> bool:
-    is_known = post_op(activation) is not None and not has_replaced_methods(activation)
-    return is_known and asked.objection(activation) is None

@@ -17,14 +17,14 @@ from transforms.passes import INFERENCE
 from transforms.passes.protocol import Job
 from transforms.quantization.calibration import Layers, Times, calibrate, errors, times
 from transforms.quantization.candidates import objections
-from transforms.quantization.chains import find_following, join
+from transforms.quantization.chains import find_following
 from transforms.quantization.ranges import OBSERVERS
 from transforms.quantization.samples import Run, run_batch
 from transforms.reports import Entry, Report, attach, conclude, find, merged, title_of
 from transforms.rewrites import compiled_call, exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites.for_training import ForTraining
-from transforms.rewrites.fused_activation import FusedActivation
+from transforms.rewrites.fused_activation import FusedActivation, make_fused
 from transforms.rewrites.int8 import CLASSES, Int8, Range, is_quantized
 from transforms.rewrites.int8_operators import objection
 from transforms.rewrites.packed import PackedModule
@@ -312,7 +312,9 @@ def _quantize(
             chain.FOLLOWER: following[layer].layer,
         }
         exchanged_class.exchange(layer, CLASSES[type(layer)], undo, **given)
-    join(following.values(), undo)
+    for each in following.values():
+        if each.activation is not None:
+            make_fused(each.activation, undo)
     done = [
         _entry(name, modules[name], computations[name].range, measured.get(name)) for name in chosen
     ]

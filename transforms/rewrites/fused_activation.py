@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transforms.rewrites import exchanged_class
 from transforms.rewrites.post_ops import post_op
 from transforms.rewrites.scripting import ScriptedAsOwn
-from transforms.tracing.modules import GLOBAL_HOOKS, has_hooks
+from transforms.rewrites.undoing import Undo
+from transforms.tracing.asked import Asked
+from transforms.tracing.modules import GLOBAL_HOOKS, has_hooks, has_replaced_methods
 
 _MARK = "_fusedoptim_output"
 _ACTIVATED, _FREE = "activated", "free"
@@ -45,6 +47,19 @@ class FusedActivation(ScriptedAsOwn):
     def extra_repr(self) -> str:
         """Return what the activation's own class does."""
         return exchanged_class.own_class(self).extra_repr(self)
+
+
+def objection(activation: nn.Module, asked: Asked) -> str | None:
+    """Why an activation that :func:`post_op` knows must keep its class, if it must."""
+    if has_replaced_methods(activation):
+        return f"overrides its methods: {type(activation).__name__} may differ"
+    return asked.objection(activation)
+
+
+def make_fused(activation: nn.Module, undo: Undo) -> None:
+    """Make an activation look at the marks of the products before it."""
+    if not isinstance(activation, FusedActivation):  # it may follow several products
+        exchanged_class.exchange(activation, FusedActivation, undo)
 
 
 def may_apply(product: nn.Module, activation: nn.Module) -> bool:
