@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fusedoptim.nn import MergedEmbeddingBag
-from fusedoptim.nn._single_bags import check_plain, check_stored, check_trainable
-from fusedoptim.step.tensors import update_order
+from fusedoptim.nn._single_bags import check_apart, check_plain, check_stored, check_trainable
 from transforms.inputs.arguments import check_in_place, check_model, check_not_for_inference
 from transforms.inputs.copies import copy_pair
 from transforms.reports import Entry, Report, conclude, find, title_of
@@ -205,13 +204,7 @@ def _check_bags(model: nn.Module, name: str, is_trained: bool) -> None:
         if is_trained:
             _check_trainable(where, bag, sharers.get(id(bag.weight), []))
     if is_trained:  # checked before copying: a copy of the model may no longer share the weight
-        orders = update_order([bag.weight for bag in container])
-        if any(orders):
-            t = next(t for t, order in enumerate(orders) if order)
-            raise ValueError(
-                f"{name}.{t}.weight shares memory with a table before it, and both would be "
-                "updated at once; merge without an optimizer, or clone() it first"
-            )
+        check_apart([bag.weight for bag in container], lambda t: f"{name}.{t}.weight")
 
 
 def _check_bag(where: str, bag: Any) -> None:

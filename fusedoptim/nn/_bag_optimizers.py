@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedoptim._torch_private import active_ddp
 from fusedoptim.adagrad import FusedAdagrad
-from fusedoptim.nn._single_bags import check_trainable
+from fusedoptim.nn._single_bags import check_apart, check_trainable
 from fusedoptim.ops._bag_checks import check_contiguous
 from fusedoptim.ops._bag_rows import ROWWISE
 from fusedoptim.ops._updated_bags import numbered
@@ -23,7 +23,7 @@ from fusedoptim.step.checks import OPTIONS, check_numbers
 from fusedoptim.step.hooks import with_hooks
 from fusedoptim.step.scalars import number
 from fusedoptim.step.step_counts import KEY
-from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, state_dtype, update_order
+from fusedoptim.step.tensors import PARAM_DTYPES, TRAIL, Group, State, state_dtype
 
 _LR = 0.01
 _SUM, _FIRST_SUM = "sum", "initial_accumulator_value"
@@ -291,7 +291,9 @@ def new_optimizer(
                 f"{where} has a gradient (.grad), which an optimizer of the table would apply "
                 "later, too; call zero_grad() of that optimizer or of the bags first"
             )
-    _check_memory(weights)
+    for t, weight in enumerate(weights):
+        check_contiguous(t, weight)
+    check_apart(weights, lambda t: f"MergedEmbeddingBag: table {t}")
     return OPTIMIZERS[name](list(weights), **{"lr": _LR, **options}, split=split)
 
 
@@ -309,15 +311,3 @@ def _check_options(name: str, options: Mapping[str, float]) -> None:
                 f"MergedEmbeddingBag: {option} is for optimizer={' and '.join(takers)}, and "
                 f"{name!r} takes {', '.join(taken)}; leave it out"
             )
-
-
-def _check_memory(weights: Sequence[Tensor]) -> None:
-    for t, weight in enumerate(weights):
-        check_contiguous(t, weight)
-    orders = update_order(list(weights))
-    if any(orders) or len(set(weights)) < len(weights):
-        t = next((t for t, order in enumerate(orders) if order), len(weights) - 1)
-        raise ValueError(
-            f"MergedEmbeddingBag: table {t} shares memory with an earlier one, and both would be "
-            "updated at once; merge them without an optimizer"
-        )

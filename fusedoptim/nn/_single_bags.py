@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusedoptim.step.tensors import update_order
 
 _METHODS = ("forward", "__call__", "_call_impl")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,6 +53,17 @@ def check_trainable(where: str, weight: Tensor) -> None:
         raise ValueError(
             f"{where} has hooks for its gradient, which is never made with an optimizer; remove "
             "them, merge without an optimizer, or keep this bag in another list"
+        )
+
+
+def check_apart(weights: Sequence[Tensor], where: Callable[[int], str]) -> None:
+    """Raise if tables of one optimizer share memory; ``where`` names a table, by its number."""
+    orders = update_order(weights)
+    if any(orders) or len(set(weights)) < len(weights):
+        t = next((t for t, order in enumerate(orders) if order), len(weights) - 1)
+        raise ValueError(
+            f"{where(t)} shares memory with an earlier one, and both would be updated at once; "
+            "merge without an optimizer, or clone() it first"
         )
 
 
