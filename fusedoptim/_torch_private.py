@@ -27,6 +27,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_pre_hook
 from torch.utils._device import DeviceContext
 
 __all__ = [
+    "HOOKS",
     "BelowAutograd",
     "BypassModes",
     "BypassSubclasses",
@@ -285,6 +286,11 @@ def _is_accepted(dispatch_key: str) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes with a module's hooks. torch's module for modules has those of all modules, whose
+names begin with ``_global``."""
 
 
 def remove_hooks(model: torch.nn.Module, first: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedoptim._torch_private import HOOKS
 from fusedoptim.step.tensors import update_order
 
 _METHODS = ("forward", "__call__", "_call_impl")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def check_stored(where: str, bag: torch.nn.EmbeddingBag) -> None:
@@ -34,7 +34,7 @@ def check_plain(where: str, bag: torch.nn.EmbeddingBag) -> None:
                 "module would not call; use a plain torch.nn.EmbeddingBag, or keep this bag in "
                 "another list"
             )
-    hooks = [hook for kind in _HOOKS for hook in getattr(bag, kind).values()]
+    hooks = [hook for kind in HOOKS for hook in getattr(bag, kind).values()]
     if not all(map(_is_refusal, hooks)):
         raise ValueError(
             f"{where} has hooks, which the merged module would not call; remove them, or keep this "

@@ -234,6 +234,13 @@ def test_active_modes() -> None:
         assert _torch_private.active_modes() == [mode]
 
 
+def test_hooks() -> None:
+    """A module has each, and so has torch for all modules."""
+    for name in _torch_private.HOOKS:
+        assert getattr(torch.nn.Module(), name) == {}
+        assert getattr(torch.nn.modules.module, f"_global{name}") == {}
+
+
 def test_remove_hooks() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     earlier = model[0].register_forward_hook(lambda *_: None)
@@ -447,21 +454,15 @@ def test_sparse_keys() -> None:
 def test_count_function_modes() -> None:
     assert _torch_private.count_function_modes() == 0
     with torch.device("cpu"):
-        assert _torch_private.count_function_modes() == 1
-
-
-def test_function_mode_at() -> None:
-    mode = BaseTorchFunctionMode()
-    with torch.device("cpu"), mode:
-        assert type(_torch_private.function_mode_at(0)) is _torch_private.DeviceContext
-        assert _torch_private.function_mode_at(1) is mode
-
-
-def test_pop_function_mode() -> None:
-    with torch.device("cpu"):
         mode = BaseTorchFunctionMode().__enter__()
+        found = [_torch_private.function_mode_at(i) for i in range(2)]
         assert _torch_private.pop_function_mode() is mode
         assert _torch_private.count_function_modes() == 1
+    assert type(found[0]) is _torch_private.DeviceContext
+    assert found[1] is mode
+
+
+test_function_mode_at = test_pop_function_mode = test_count_function_modes
 
 
 def test_devicecontext() -> None:

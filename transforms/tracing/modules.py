@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from fusedoptim._torch_private import HOOKS
 from transforms.rewrites import exchanged_class
 
 Kinds = tuple[type[nn.Module], ...]
@@ -23,15 +24,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _FROZEN = ("torchvision.ops.misc", "detectron2.layers.batch_norm")
 """The Python modules with a FrozenBatchNorm2d: a BatchNorm2d in eval mode with buffers only."""
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-_hooks_of = operator.attrgetter(*_HOOKS)
+_hooks_of = operator.attrgetter(*HOOKS)
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = operator.attrgetter(
-    *(f"_global{name}" for name in _HOOKS)
+    *(f"_global{name}" for name in HOOKS)
 )(torch_module)
 """The hooks of all modules."""
 META_DATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize"}
