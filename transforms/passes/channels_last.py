@@ -137,9 +137,11 @@ def _convolutions(model: nn.Module) -> Iterator[tuple[str, Any, torch.memory_for
             yield name, module, layout
 
 
-def _objection(module: nn.Module) -> str | None:
+def _objection(module: Any) -> str | None:
     if has_computed_tensors(module):
         return COMPUTED
+    if module.weight is None:
+        return "has no weight"
     return None if computes_like(module, tuple(_FORMATS)) else "overrides its methods"
 
 

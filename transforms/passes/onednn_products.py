@@ -26,12 +26,12 @@ class OneDNNProducts(ExchangingPass):
 
     def run(self, job: Job) -> list[Entry]:
         """Replace classes; entries are all Linears."""
-        of_all = _objection_to_all(job)
+        of_all, classes = _objection_to_all(job), _ours()
         given = onednn_products.attributes()
         return [
             self.exchange(job, name, module, ours, of_all or _objection(module, kind), **given)
             for name, module in job.model.named_modules()
-            for kind, ours in _ours().items()
+            for kind, ours in classes.items()
             if isinstance(module, kind) and not isinstance(module, OneDNNModule)
         ]
 

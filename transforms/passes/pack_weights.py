@@ -19,6 +19,7 @@ from transforms.rewrites.watched_parameter import WATCHABLE, unwatch_all
 from transforms.tracing.modules import (
     COMPUTED,
     NO_PARAMETER,
+    WEIGHT_AND_BIAS,
     Kinds,
     has_computed_tensors,
     has_own_parameters,
@@ -90,7 +91,7 @@ def _objection(module: nn.Module) -> str | None:
         return "oneDNN returns other strides than torch: a copy costs most of what packing gains"
     if not is_plain(module, tuple(_CLASSES)):
         return f"overrides its methods: {type(module).__name__} may differ"
-    if not isinstance(module, nn.LSTM) and not has_own_parameters(module):
+    if not has_own_parameters(module, names if isinstance(module, nn.LSTM) else WEIGHT_AND_BIAS):
         return NO_PARAMETER
     absent = (packed_lstm if isinstance(module, nn.LSTM) else packed).missing_operators()
     if absent:

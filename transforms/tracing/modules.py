@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,9 +111,12 @@ def has_computed_tensors(module: nn.Module, weight: str = "weight") -> bool:
     return weight not in own or (has_bias and "bias" not in own)
 
 
-def has_own_parameters(module: nn.Module) -> bool:
-    """Whether the weight and the bias are Parameters or None, neither buffers nor attributes."""
-    return {"weight", "bias"} <= module._parameters.keys()
+WEIGHT_AND_BIAS = ("weight", "bias")
+
+
+def has_own_parameters(module: nn.Module, names: Collection[str] = WEIGHT_AND_BIAS) -> bool:
+    """Whether these tensors are Parameters or None, neither buffers nor attributes."""
+    return module._parameters.keys() >= {*names}
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -112,3 +112,20 @@ def test_batch_norms(knob: str, change: Change, place: str, name: str) -> None:
         with torch.no_grad():
             assert torch.equal(ours(x), plain(x))
     assert transforms.restore(ours).state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_lstms(change: Change) -> None:
+    plain, x = nn.LSTM(8, 16).eval(), torch.randn(5, 2, 8)
+    change(plain, "weight_ih_l0")
+    ours = transforms.optimize(plain)
+    assert not transforms.report(ours).done("weights_prepack")
+    with torch.no_grad():
+        assert torch.equal(ours(x)[0], plain(x)[0])
+
+
+def test_convolutions_without_a_weight() -> None:
+    conv = nn.Conv2d(3, 9, 3).eval()
+    conv.register_parameter("weight", None)
+    with pytest.warns(transforms.NoEffectWarning, match="has no weight"):
+        transforms.optimize(conv, auto_channels_last=True)
