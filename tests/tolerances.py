@@ -454,7 +454,7 @@ def attention_errors(
     grad: Tensor,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The most by which attention, and its gradients of query, key and value, may be off.
+    """The most by which attention, and its gradients of query, key, value and scores, may be off.
 
     The bound is of first order: products of two roundings are far below its own slack.
 
@@ -489,7 +489,7 @@ def attention_errors(
     of_query = abs(scale) * (of_scores + total * (sums + u)) @ key.abs()
     of_key = abs(scale) * (of_scores + total * (sums + u)).mT @ query.abs()
     smallest = torch.finfo(dtype).smallest_normal  # what lies below it may become zero
-    return [error + smallest for error in (output, of_query, of_key, of_value)]
+    return [error + smallest for error in (output, of_query, of_key, of_value, of_scores)]
 
 
 def _magnitude(value: Any) -> Any:

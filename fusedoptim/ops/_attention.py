@@ -81,17 +81,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, is_empty, seed, weights, dropped = ctx.saved_tensors
+        needs_query, needs_key, needs_value, needs_mask = ctx.needs_input_grad[:4]
+        of_query = of_key = of_value = of_mask = None
         with _without_autocast(grad):
             if torch.is_grad_enabled():  # of backward(create_graph=True)
                 weights = _weights(query, key, mask, is_empty, ctx.scale)
                 dropped = dropout(weights, seed, ctx.p)
-            grad_value = torch.bmm(dropped.mT, grad)
-            grad_weights = dropout(torch.bmm(grad, value.mT), seed, ctx.p)
-            grad_scores = softmax_backward(grad_weights, weights, -1, weights.dtype)
-            grad_query = _scaled_product(grad_scores, key, ctx.scale)
-            grad_key = _scaled_product(grad_scores.mT, query, ctx.scale)
-        grad_mask = grad_scores.view(mask.shape).to(mask.dtype) if ctx.needs_input_grad[3] else None
-        return grad_query, grad_key, grad_value, grad_mask, None, None, None, None
+            if needs_value:
+                of_value = torch.bmm(dropped.mT, grad)
+            if needs_query or needs_key or needs_mask:
+                of_weights = dropout(torch.bmm(grad, value.mT), seed, ctx.p)
+                of_scores = softmax_backward(of_weights, weights, -1, weights.dtype)
+                if needs_query:
+                    of_query = _scaled_product(of_scores, key, ctx.scale)
+                if needs_key:
+                    of_key = _scaled_product(of_scores.mT, query, ctx.scale)
+                if needs_mask:
+                    of_mask = of_scores.view(mask.shape).to(mask.dtype)
+        return of_query, of_key, of_value, of_mask, None, None, None, None
 
 
 def _weights(
