@@ -105,30 +105,11 @@ def in_lists(
             f"MergedEmbeddingBag: there are {tables} tables, {len(indices)} inputs, "
             f"{len(offsets)} offsets and {len(samples)} per_sample_weights; pass one for each table"
         )
-    for t, (values, starts) in enumerate(zip(indices, offsets)):
-        if starts is not None:
-            continue
-        if not isinstance(values, Tensor):
-            raise TypeError(
-                f"MergedEmbeddingBag: input {t} is of type {type(values).__name__}; pass a tensor"
+    for t, starts in enumerate(offsets):
+        if starts is None:
+            indices[t], offsets[t], samples[t] = _from_rows(
+                t, indices[t], samples[t], has_last_offset
             )
-        if values.dim() != 2:
-            raise ValueError(
-                f"MergedEmbeddingBag: input {t} has shape {tuple(values.shape)} and no offsets; "
-                "pass offsets, or a two-dimensional input with a bag in each row"
-            )
-        rows, columns = values.shape
-        count = rows + int(has_last_offset)
-        offsets[t] = columns * torch.arange(count, device=values.device)
-        indices[t] = values.reshape(-1)
-        if samples[t] is not None:
-            if samples[t].shape != values.shape:
-                raise ValueError(
-                    f"MergedEmbeddingBag: per_sample_weights {t} have shape "
-                    f"{tuple(samples[t].shape)}, and input {t} has {tuple(values.shape)}; pass "
-                    "one for each index, in the input's shape"
-                )
-            samples[t] = samples[t].reshape(-1)
     if all(values is None for values in samples):
         return indices, offsets, []
     if any(values is None for values in samples):
@@ -137,3 +118,28 @@ def in_lists(
             "such as torch.ones(len(input))"
         )
     return indices, offsets, samples
+
+
+def _from_rows(
+    t: int, indices: Any, samples: Any, has_last_offset: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Indices, offsets and samples of table ``t``, given without offsets: a bag in each row."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(
+            f"MergedEmbeddingBag: input {t} is of type {type(indices).__name__}; pass a tensor"
+        )
+    if indices.dim() != 2:
+        raise ValueError(
+            f"MergedEmbeddingBag: input {t} has shape {tuple(indices.shape)} and no offsets; "
+            "pass offsets, or a two-dimensional input with a bag in each row"
+        )
+    rows, columns = indices.shape
+    offsets = columns * torch.arange(rows + int(has_last_offset), device=indices.device)
+    if samples is None:
+        return indices.reshape(-1), offsets, None
+    if samples.shape != indices.shape:
+        raise ValueError(
+            f"MergedEmbeddingBag: per_sample_weights {t} have shape {tuple(samples.shape)}, and "
+            f"input {t} has {tuple(indices.shape)}; pass one for each index, in the input's shape"
+        )
+    return indices.reshape(-1), offsets, samples.reshape(-1)
