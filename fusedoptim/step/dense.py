@@ -76,28 +76,48 @@ class DenseRows:
         self._variant = variant_of(rule, first)
         built = [kernel_for(self._queue, name, self._variant) for name in kernels]
         arguments = dict.fromkeys(argument for kernel in built for argument in kernel.layout.row)
+        roles = state_arguments(arguments)
         self._row_flags = names_of(Role.ROW_FLAG, arguments)
         numbers = names_of(Role.PARAM_NUMBER, arguments)
         self._draws = bool(numbers)
         """Whether the kernels draw random words, which depend on the parameter and the step."""
 
+        targets = self._find_memory(candidates)
+        self._find_state(candidates, roles, fresh, bool(names_of(Role.ROW_SCALAR, arguments)))
+        made = self._make_state(candidates, roles, targets)
+        self._lay_out(built, targets)
+        self._write_addresses(targets, roles, made)
+        self._write_integers(numbers)
+        self._count_writes_meanwhile()
+
+    def _find_memory(self, candidates: Sequence[Candidate]) -> list[Tensor]:
+        """Find the memory of parameters and gradients; return the tensors that kernels write."""
         self._runs = [
-            TensorRun(candidates[i : i + RUN], rule.sharded) for i in range(0, len(candidates), RUN)
+            TensorRun(candidates[i : i + RUN], self._rule.sharded)
+            for i in range(0, len(candidates), RUN)
         ]
-        self.spread = spread_of(first)
         self.params = [p for run in self._runs for p in run.params]
+        self.spread = spread_of(self.params[0])
         shards = [p for run in self._runs for p in run.locals]
         targets = [target for run in self._runs for target in run.targets]
         self.written = self.params if self.spread is None else [*self.params, *shards]
         self._copied = [(p, t) for p, t in zip(shards, targets) if p is not t]
         self.copies = bool(self._copied)
+        return targets
 
-        roles = state_arguments(arguments)
+    def _find_state(
+        self,
+        candidates: Sequence[Candidate],
+        roles: Mapping[str, Role],
+        fresh: Sequence[bool] | None,
+        has_steps: bool,
+    ) -> None:
+        """Check the state that there is, and copy its step counts."""
+        rule = self._rule
         self._held = [local_state(rule, c.name, c.param, roles) for c in candidates]
         self.fresh: Sequence[bool] | None = fresh or [
             any(state.get(name) is None for name in roles) for state in self._held
         ]
-        has_steps = bool(names_of(Role.ROW_SCALAR, arguments))
         # Scales belong to the memory of one process; other state is spread like its parameter.
         self._spread_names = [name for name, role in roles.items() if role is not Role.BLOCK_SCALES]
         needed = [*self._spread_names, KEY] if has_steps else self._spread_names
@@ -106,18 +126,30 @@ class DenseRows:
         self._steps = StepCounts(self._held) if has_steps else None
         if self._draws:
             self._check_steps()
+
+    def _make_state(
+        self,
+        candidates: Sequence[Candidate],
+        roles: Mapping[str, Role],
+        targets: Sequence[Tensor],
+    ) -> list[State]:
+        """The state as kernels take it, which later steps compare with; what is missing is made."""
         made: list[State] = [
-            state_tensors(rule, candidate.name, roles, state, target)
+            state_tensors(self._rule, candidate.name, roles, state, target)
             for candidate, state, target in zip(candidates, self._held, targets)
         ]
         self._uncommitted: list[State] | None = made
         watched = [*self._spread_names, *(name for name in roles if name not in self._spread_names)]
         for run, states in zip(self._runs, self._by_run(made)):
             run.watch(states, watched, len(self._spread_names))
+        return made
 
-        dtype = PARAM_DTYPES[first.dtype]
+    def _lay_out(self, built: Sequence[Kernel], targets: Sequence[Tensor]) -> None:
+        """Make the pipeline, whose numbers and addresses are not written yet."""
+        param = self.params[0]
+        dtype = PARAM_DTYPES[param.dtype]
         self._arithmetic = dtype.arithmetic
-        self._width = first.element_size() // dtype.components
+        self._width = param.element_size() // dtype.components
         numels = [dtype.components * target.numel() for target in targets]
         self._chunks = Chunks(numels, built[0].shape.chunk)
         self.is_joint = is_divided(self.spread) and any(map(_uses_sums, built))
@@ -130,9 +162,6 @@ class DenseRows:
         """The gradients' addresses that the launch blocks hold; empty if unknown."""
         self._settings: Settings | None = None
         """What the head was written for, if it holds for more than a step."""
-        self._write_addresses(targets, roles, made)
-        self._write_integers(numbers)
-        self._count_writes_meanwhile()
 
     def _write_addresses(
         self, targets: Sequence[Tensor], roles: Mapping[str, Role], states: Sequence[State]
