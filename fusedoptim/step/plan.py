@@ -126,26 +126,10 @@ class GroupPlan:
         rows, and a function that makes the rows from their later state."""
         self._without_repeated: list[Rows] = []
         self._lay_out(candidates, in_earlier_groups)
-        self.joint: list[DenseRows] = [
-            rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
-        ]
-        """The rows whose update needs norms of sharded parameters."""
+        self._arrange()
         self._has_pieces = any(map(is_piece, self._params))
         self.sums = {p: _sums_over(rule, p) for p in dtensors(self._params)}
         """For each sharded parameter, how many values are summed over it for its update."""
-        not_joint = [rows for rows in self.rows if rows not in self.joint]
-        self.direct: list[Rows] = [rows for rows in not_joint if not rows.copies]
-        """The rows that can be submitted together with any others."""
-        self.late: list[tuple[Update, Callable[[], Rows] | None]] = [
-            *((rows, functools.partial(_itself, rows)) for rows in not_joint if rows.copies),
-            *self._deferred,
-        ]
-        """The other updates, in order, as in ``updates``."""
-        self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
-            *((rows, None) for rows in self.direct),
-            *self.late,
-        ]
-        """See :attr:`fusedoptim.step.commit.Plan.updates`."""
         dtypes = {candidate.param.dtype for candidate in candidates}
         self._largest = min((PARAM_DTYPES[dtype].largest for dtype in dtypes), default=math.inf)
         self._serves_once = bool(self._deferred)
@@ -170,6 +154,26 @@ class GroupPlan:
             if not alike.is_repeated:
                 self._without_repeated.append(rows)
 
+    def _arrange(self) -> None:
+        """Sort the rows by when they can be submitted."""
+        self.joint: list[DenseRows] = [
+            rows for rows in self.rows if isinstance(rows, DenseRows) and rows.is_joint
+        ]
+        """The rows whose update needs norms of sharded parameters."""
+        not_joint = [rows for rows in self.rows if rows not in self.joint]
+        self.direct: list[Rows] = [rows for rows in not_joint if not rows.copies]
+        """The rows that can be submitted together with any others."""
+        self.late: list[tuple[Update, Callable[[], Rows] | None]] = [
+            *((rows, functools.partial(_itself, rows)) for rows in not_joint if rows.copies),
+            *self._deferred,
+        ]
+        """The other updates, in order, as in ``updates``."""
+        self.updates: list[tuple[Update, Callable[[], Rows] | None]] = [
+            *((rows, None) for rows in self.direct),
+            *self.late,
+        ]
+        """See :attr:`fusedoptim.step.commit.Plan.updates`."""
+
     def fits(self, rule: UpdateRule, first_number: int) -> bool:
         """Read the group's numbers; False if the plan does not fit the group any more."""
         if self._serves_once or _implementation(rule) != self._implementation:
@@ -191,8 +195,8 @@ class GroupPlan:
         for rows in self.rows:
             rows.release()
         if self._serves_once:
-            self.rows, self.joint, self.direct, self._without_repeated = [], [], [], []
-            self._deferred, self.late, self.updates = [], [], []
+            self.rows, self._deferred, self._without_repeated = [], [], []
+            self._arrange()
 
     def sums_of_squares(self) -> list[tuple[Spread | None, Tensor]]:
         """The squares of the elements of all gradients, each summed once, and their spread."""
