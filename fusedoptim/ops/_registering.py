@@ -86,22 +86,7 @@ def register(
         with BelowAutograd():
             return kernel(*inputs) if keys is None else operator.redispatch(keys, *inputs)
 
-    def forward(ctx: Any, keys: Any, sizes: Sequence[int] | None, *flat: Any) -> Any:
-        inputs = flat if sizes is None else _in_lists(flat, sizes)
-        output = run(ctx, keys, *inputs)
-        ctx.sizes = sizes
-        ctx.set_materialize_grads(False)
-        setup_context(ctx, inputs, output)
-        return tuple(output) if returns_list else output
-
-    def gradients(ctx: Any, *grads: Any) -> Any:
-        if grads[0] is None and all(grad is None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        found = backward(ctx, *grads)
-        return None, None, *(found if ctx.sizes is None else _flat(found, ctx.sizes))
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-    recorded: Any = type(name, (torch.autograd.Function,), methods)
+    recorded = _recorded(name, run, setup_context, backward, returns_list)
 
     def recorded_if_needed(keys: Any, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
@@ -129,6 +114,37 @@ def register(
 
     _library.impl(name, differentiable, "Autograd", with_keyset=True)
     return call
+
+
+def _recorded(
+    name: str,
+    run: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Sequence[Any]],
+    returns_list: bool,
+) -> Any:
+    """The autograd function of an operator.
+
+    Its arguments are the dispatch keys for ``run``, the sizes by which :func:`_flat` has flattened
+    the inputs, or None if it has not, and the inputs.
+    """
+
+    def forward(ctx: Any, keys: Any, sizes: Sequence[int] | None, *flat: Any) -> Any:
+        inputs = flat if sizes is None else _in_lists(flat, sizes)
+        output = run(ctx, keys, *inputs)
+        ctx.sizes = sizes
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
+        return tuple(output) if returns_list else output
+
+    def gradients(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is None and all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        found = backward(ctx, *grads)
+        return None, None, *(found if ctx.sizes is None else _flat(found, ctx.sizes))
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def directly(kernel: Callable[..., Any]) -> Callable[..., Any]:
