@@ -175,8 +175,10 @@ class Int8:
             return None
         guards, autocast = tensor_guards([x, *params]), torch.get_autocast_dtype("cpu")
         call = _Call(packed, grid, dtype, geometry, options, passed, guards, latest, autocast)
-        # If the weight is packed for another shape, the next call may have to pack it again.
-        is_kept = packed is self._packed and self._missed is None
+        # If the weight is packed for another shape, the next call may have to pack it again. A list
+        # may change in place.
+        are_fixed = not any(isinstance(option, list) for option in options)
+        is_kept = packed is self._packed and self._missed is None and are_fixed
         if is_kept and packed.state == _state(params) and are_sources(packed.sources, params):
             self._last = call
         return call
@@ -352,7 +354,7 @@ def _result_dtype(
     weight, x_dtype = params[0], given or x.dtype
     if not (x.is_cpu and weight.is_cpu):
         return None
-    if x.layout is not torch.strided or not torch.backends.mkldnn.enabled:
+    if x.layout is not torch.strided or x.is_nested or not torch.backends.mkldnn.enabled:
         return None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,12 +67,17 @@ def _called_twice() -> tuple[Any, Tensor]:
     return layer, x
 
 
-def assert_as_new(layer: Any, x: Tensor) -> None:
-    """A copy has checked and packed nothing."""
-    expected = copy.deepcopy(layer)(x)
+def assert_as_new(layer: Any, x: Tensor) -> Tensor:
+    """Assert that a layer computes what its copy does, which has checked and packed nothing.
+
+    The copy is made last, as it uses the data of the parameters, and is noticed.
+    """
     actual = layer(x)
+    expected = copy.deepcopy(layer)(x)
     assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    result: Tensor = actual
+    return result
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -79,10 +85,18 @@ def test_layers(change: Callable[[Any], None]) -> None:
     layer, x = _called_twice()
     before = layer(x)
     change(layer)
-    after = layer(x)
+    after = assert_as_new(layer, x)
     assert after.shape != before.shape or not torch.equal(after, before)
+    assert_as_new(layer, x)
+
+
+def test_a_list_that_changes_in_place() -> None:
+    layer, x = _called_twice()
+    layer.stride = [1, 1]
     for _ in range(2):
-        assert_as_new(layer, x)
+        layer(x)
+    layer.stride[0] = 2
+    assert_as_new(layer, x)
 
 
 def test_inputs() -> None:
@@ -94,6 +108,19 @@ def test_inputs() -> None:
         layer(x[:, :8])
     with pytest.raises(RuntimeError, match="type"):
         layer(x.bfloat16())
+
+
+def test_nested_tensors() -> None:
+    layer: Any = transforms.quantize(nn.Sequential(nn.Linear(16, 16)).eval())[0]
+    parts = [torch.randn(n, 16) for n in (3, 2)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
+        nested = torch.nested.nested_tensor(parts)
+    for _ in range(2):
+        layer(parts[0])
+        torch.testing.assert_close(
+            layer(nested).unbind(), nn.Linear.forward(layer, nested).unbind(), rtol=0, atol=0
+        )
 
 
 def test_modes() -> None:
