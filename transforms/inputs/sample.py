@@ -182,17 +182,17 @@ class Comparison:
 
 @contextlib.contextmanager
 def _seeded(model: nn.Module) -> Iterator[None]:
-    """Seed the random numbers of the CPU and of the kind of device that the model is on."""
-    kinds = {p.device.type for p in model.parameters()} - {"cpu"}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([]))
+    """Seed the random numbers of the CPU, and of the kind of device that the model is on."""
+    kind = _device_type(model)
+    with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed would seed all devices for good
-        for kind in sorted(kinds):
-            module = torch.get_device_module(kind)
-            devices = range(module.device_count())
-            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        if kind == "cpu":
+            yield
+            return
+        module = torch.get_device_module(kind)
+        with torch.random.fork_rng(range(module.device_count()), device_type=kind):
             module.manual_seed_all(0)
-        yield
+            yield
 
 
 def _tensors(output: object, seen: set[int]) -> Iterator[Tensor]:

@@ -144,7 +144,9 @@ class Int8:
         weight, bias = module.weight, module.bias
         params = (weight,) if bias is None else (weight, bias)
         call = self._last
-        if call is None or not call.is_repeated(x, passed, params, options):
+        if call is not None and not call.is_repeated(x, passed, params, options):
+            call = self._last = None  # with its packed weight, before another is made
+        if call is None:
             call = self._checked(module, x, passed, params, options)
         if call is None:
             return None
@@ -164,7 +166,6 @@ class Int8:
     ) -> _Call | None:
         """Check all that a call depends on; None if it must be computed in floating point."""
         latest = exposures()  # first: a later use makes the next call check everything
-        self._last = None
         dtype = _result_dtype(x, params, None if passed is None else passed.dtype)
         geometry = None if dtype is None else self._geometry(module)
         if dtype is None or geometry is None or not self._takes(module, x, geometry):
