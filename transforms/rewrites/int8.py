@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from fusedoptim._torch_private import (
-    TensorGuards,
     count_modes,
     disable_dynamo,
     is_exported,
@@ -25,7 +24,6 @@ from fusedoptim._torch_private import (
     tracing_state,
     transform_level,
 )
-from fusedoptim.step.unchanged import tensor_guards
 from transforms.rewrites import exchanged_class
 from transforms.rewrites import int8_chain as chain
 from transforms.rewrites import int8_operators as operators
@@ -33,7 +31,7 @@ from transforms.rewrites.finite import is_finite
 from transforms.rewrites.fused_activation import FusedActivation, mark_activated, mark_free
 from transforms.rewrites.geometry import all_expanded, padding_of
 from transforms.rewrites.int8_operators import Codes, Geometry, Grid, Result
-from transforms.rewrites.packed_copy import are_sources, can_follow
+from transforms.rewrites.packed_copy import CallState, are_sources, call_state, can_follow
 from transforms.rewrites.watched_parameter import detached, exposures, state, unwatch_all
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -76,12 +74,7 @@ class _Call(NamedTuple):
     """The module's attributes that give the geometry."""
     passed: chain.Passed | None
     """The meaning of the input, if it was codes."""
-    guards: TensorGuards
-    """Of the input and the parameters, and of torch's modes."""
-    exposures: int
-    """The number of the latest use of any watched Parameter."""
-    autocast: torch.dtype
-    """Autocast's dtype, whether or not it is enabled."""
+    state: CallState
 
     def is_repeated(
         self,
@@ -93,19 +86,14 @@ class _Call(NamedTuple):
         """Whether a call with these would pass the same checks, and use the same packed weight."""
         sources, states = self.packed.sources, self.packed.state
         return (
-            self.exposures == exposures()
-            and len(sources) == len(params)
+            self.state.fits(x, params)  # first: other parameters may have no version
             and all(
                 source() is param and param.data_ptr() == address and param._version == version
                 for source, param, (address, version, *_) in zip(sources, params, states)
             )
             and self.options == options
             and self.passed == passed
-            and self.autocast == torch.get_autocast_dtype("cpu")
             and bool(torch.backends.mkldnn.enabled)
-            and type(x) is Tensor
-            and not x.is_nested  # torch's guards end the process at a nested tensor
-            and self.guards.check(x, *params)
         )
 
 
@@ -165,7 +153,7 @@ class Int8:
         options: tuple[object, ...],
     ) -> _Call | None:
         """Check all that a call depends on; None if it must be computed in floating point."""
-        latest = exposures()  # first: a later use makes the next call check everything
+        latest = exposures()  # first, see call_state
         dtype = _result_dtype(x, params, None if passed is None else passed.dtype)
         geometry = None if dtype is None else self._geometry(module)
         if dtype is None or geometry is None or not self._takes(module, x, geometry):
@@ -174,8 +162,8 @@ class Int8:
         packed = self._weight(params, grid, geometry, x)
         if packed is None:
             return None
-        guards, autocast = tensor_guards([x, *params]), torch.get_autocast_dtype("cpu")
-        call = _Call(packed, grid, dtype, geometry, options, passed, guards, latest, autocast)
+        state_now = call_state(x, params, latest)
+        call = _Call(packed, grid, dtype, geometry, options, passed, state_now)
         # If the weight is packed for another shape, the next call may have to pack it again. A list
         # may change in place.
         are_fixed = not any(isinstance(option, list) for option in options)

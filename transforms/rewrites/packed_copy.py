@@ -52,17 +52,47 @@ class Packed(NamedTuple):
         return self.weights[0]
 
 
-class _Call(NamedTuple):
-    """A call that used a packed copy, and what that depended on besides its signature."""
+class CallState(NamedTuple):
+    """What the checks of a call depended on, besides the module and its weights' values."""
 
-    packed: Packed
     guards: TensorGuards
     """Of the input and the parameters, and of torch's modes: inference, autocast and others."""
     param_count: int
     exposures: int
-    """The number of the latest use of any watched Parameter."""
+    """The number of the latest use of any watched Parameter before the checks."""
     autocast: torch.dtype
     """Autocast's dtype, whether or not it is enabled."""
+
+    def fits(self, x: Tensor, params: Sequence[Tensor]) -> bool:
+        """Whether a call with these tensors would pass the same checks."""
+        return (
+            self.exposures == exposures()
+            and self.autocast == torch.get_autocast_dtype("cpu")
+            and self.param_count == len(params)
+            and type(x) is Tensor
+            and not x.is_nested  # torch's guards end the process at a nested tensor
+            and self.guards.check(x, *params)
+        )
+
+
+def call_state(x: Tensor, params: Sequence[Tensor], latest: int) -> CallState:
+    """The state of a call that passed all checks.
+
+    Args:
+        x: the input.
+        params: the parameters.
+        latest: what :func:`exposures` returned before the checks: a use since then makes the next
+            call check everything.
+    """
+    guards = tensor_guards([x, *params])
+    return CallState(guards, len(params), latest, torch.get_autocast_dtype("cpu"))
+
+
+class _Call(NamedTuple):
+    """A call that used a packed copy."""
+
+    packed: Packed
+    state: CallState
 
 
 class Pack:
@@ -100,27 +130,20 @@ class Pack:
         signature = last.packed.signature
         address, version, _ = signature.state[0]
         is_same = (
-            last.exposures == exposures()
+            last.state.fits(x, params)  # first: other weights may have no version
             and geometry == signature.geometry
             and version == weight._version
             and address == weight.data_ptr()
-            and last.autocast == torch.get_autocast_dtype("cpu")
-            and last.param_count == len(params)
-            and type(x) is Tensor
-            and not x.is_nested  # torch's guards end the process at a nested tensor
-            and last.guards.check(x, *params)
         )
         return last.packed if is_same else None
 
     def remember(self, x: Tensor, params: tuple[Tensor, ...], packed: Packed) -> None:
         """Note a call that passed all checks and uses ``packed``, which :meth:`of` has returned."""
-        latest = exposures()  # first: a later use makes the next call check everything
+        latest = exposures()  # first, see call_state
         weight = params[0]
         is_current = state(weight) == packed.signature.state[0] and not is_exposed(weight)
         if is_current and not torch.is_grad_enabled():
-            guards = tensor_guards([x, *params])
-            autocast = torch.get_autocast_dtype("cpu")
-            self._last = _Call(packed, guards, len(params), latest, autocast)
+            self._last = _Call(packed, call_state(x, params, latest))
 
     def of(
         self,
