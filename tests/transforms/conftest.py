@@ -1,8 +1,11 @@
-"""Tests begin with one thread and without a set memory format; some count steps."""
+"""Tests begin with one thread and without a set memory format."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from fusedoptim.optimizer import FusedOptimizer
 
@@ -15,6 +18,13 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread: None) -> None:
     """Models are small: torch's threads would mostly wait for one another."""
+
+
+@pytest.fixture
+def gradients_off() -> Iterator[None]:
+    """Run a test as inference runs."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture

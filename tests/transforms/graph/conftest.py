@@ -1,4 +1,4 @@
-"""Every test begins without compiled code; many run without gradients."""
+"""Every test begins without compiled code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,3 @@ def _nothing_is_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def gradients_off() -> Iterator[None]:
-    with torch.no_grad():
-        yield

@@ -315,7 +315,6 @@ def test_a_weight_given_as_an_input() -> None:
             model.weight.div_(2)
 
 
-@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
 @torch.no_grad()
 def test_views_of_parameters_require_gradients() -> None:
     class Views(nn.Conv2d):
@@ -328,13 +327,14 @@ def test_views_of_parameters_require_gradients() -> None:
     assert all(ours(x)[1].requires_grad for _ in range(3))
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
 def test_transforms_and_modes_around() -> None:
     model = nn.Sequential(nn.Linear(257, 515), nn.GELU()).eval()
     ours, x = Compiled(model), torch.randn(65, 257)
     with torch.no_grad():
         assert_as_eager(ours, model, x)
         torch.testing.assert_close(torch.vmap(ours)(x[:, None]), torch.vmap(model)(x[:, None]))
-        with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # torch warns of TF32
+        with torch.backends.mkldnn.flags(enabled=False):
             assert_as_eager(ours, model, x)
         exported = torch.export.export(model, (x,)).module()
         torch.testing.assert_close(exported(x), model(x))

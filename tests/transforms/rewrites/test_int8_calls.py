@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from fusedoptim import transforms
 
-
-@pytest.fixture(autouse=True)
-def _gradients_off() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("gradients_off")
 
 
 def _written(layer: Any) -> None:
@@ -123,12 +119,13 @@ def test_nested_tensors() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
 def test_modes() -> None:
     layer, x = _called_twice()
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
             assert layer(x).dtype == torch.bfloat16
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+    with torch.backends.mkldnn.flags(enabled=False):
         torch.testing.assert_close(layer(x), nn.Conv2d.forward(layer, x), rtol=0, atol=0)
     with torch.inference_mode():
         assert_as_new(layer, x)
