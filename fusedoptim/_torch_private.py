@@ -110,7 +110,7 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     untraced = _UNTRACED.get(getattr(method, "__func__", None))
     if untraced is None or "torch._dynamo" in sys.modules:
         return method
-    return functools.partial(untraced, method.__self__)  # type: ignore[attr-defined]  # it is bound
+    return functools.partial(untraced, method.__self__)  # type: ignore[attr-defined]  # a bound method
 
 
 set_grad_enabled = torch._C._set_grad_enabled

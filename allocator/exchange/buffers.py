@@ -82,7 +82,7 @@ if sys.version_info >= (3, 12):
         __slots__ = ()
 
         def __buffer__(self, flags: int) -> memoryview:
-            return memoryview(self._buffer())  # type: ignore[attr-defined]  # the other base's
+            return memoryview(self._buffer())  # type: ignore[attr-defined]  # subclasses have it
 
 else:
 

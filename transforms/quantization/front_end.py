@@ -219,8 +219,12 @@ def _checked(
         raise ValueError(f"max_batches={max_batches!r} is not a positive number of batches")
     if run is not None and not callable(run):
         raise TypeError(f"run={run!r} cannot be called as run(model, batch)")
-    needs_loader = {"run": run, "max_batches": max_batches}
-    needs_loader |= {"must_pay": must_pay or None, "progress": progress or None}
+    needs_loader = {
+        "run": run,
+        "max_batches": max_batches,
+        "must_pay": must_pay or None,
+        "progress": progress or None,
+    }
     for name, value in needs_loader.items():
         if value is not None and loader is None:
             raise ValueError(f"{name} needs a loader: without one, the model is not called")
